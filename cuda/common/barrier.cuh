@@ -107,19 +107,14 @@ __device__ __forceinline__ void counter_add(uint32_t* counter) {
   asm volatile("red.release.gpu.global.add.u32 [%0], 1;" ::"l"(counter) : "memory");
 }
 
-// Returns whether the counter is at least `count`. If it is, later reads of this thread, including
-// bulk loads, see what was written before the additions.
-__device__ __forceinline__ bool counter_reached(const uint32_t* counter, uint32_t count) {
-  uint32_t x;
-  asm volatile("ld.acquire.gpu.global.u32 %0, [%1];" : "=r"(x) : "l"(counter) : "memory");
-  asm volatile("fence.proxy.async;" ::: "memory");
-  return x >= count;
-}
-
-// Waits until the counter is at least `count`; see counter_reached.
+// Waits until the counter is at least `count`. Later reads of this thread, including bulk loads,
+// see what was written before the additions.
 __device__ __forceinline__ void counter_wait(const uint32_t* counter, uint32_t count) {
-  while (!counter_reached(counter, count)) {
-  }
+  uint32_t x;
+  do {
+    asm volatile("ld.acquire.gpu.global.u32 %0, [%1];" : "=r"(x) : "l"(counter) : "memory");
+  } while (x < count);
+  asm volatile("fence.proxy.async;" ::: "memory");
 }
 
 // ---- programmatic dependent launch; see launch_pdl in common/launch.cuh -------------------------

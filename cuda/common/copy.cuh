@@ -101,10 +101,9 @@ __device__ __forceinline__ void bulk_wait_read() {
   asm volatile("cp.async.bulk.wait_group.read %0;" ::"n"(kGroups) : "memory");
 }
 
-// Waits until all but this thread's last `kGroups` groups have been written.
-template <int kGroups = 0>
+// Waits until all groups of this thread have been written.
 __device__ __forceinline__ void bulk_wait() {
-  asm volatile("cp.async.bulk.wait_group %0;" ::"n"(kGroups) : "memory");
+  asm volatile("cp.async.bulk.wait_group 0;" ::: "memory");
 }
 
 // Prefetches `bytes` into the L2 cache. The size and the address are multiples of 16.

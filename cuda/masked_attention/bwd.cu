@@ -113,9 +113,9 @@ cudaError_t launch(const MaskedAttentionBwdParams& p, cudaStream_t stream) {
     DSA_RETURN_IF_CUDA_ERROR(round_bias_gradients<Tr::kType>(p, w, stream));
   }
   if (blocks == 0) return cudaSuccess;
-  return launch_blocks(dq_kernel < Tr::kType, Tr::kDqSlices, Tr::kDqSliceColumns,
-                       Tr::kDqWarpgroup ? 32 : 128 >, blocks, 128 * Tr::kDqSlices,
-                       4 * Tr::kDqSlices * 1024, stream, p, w.dq, steps);
+  return launch_blocks(dq_kernel<Tr::kType, Tr::kDqSlices, Tr::kDqSliceColumns, Tr::kDqPartThreads>,
+                       blocks, 128 * Tr::kDqSlices, 4 * Tr::kDqSlices * 1024, stream, p, w.dq,
+                       steps);
 }
 
 template <DType kType, bool kGeneral, bool kBias>

@@ -142,15 +142,8 @@ __device__ void consume(const MaskedAttentionBwdParams& p, const BwdWorkspace& w
     const bool capped = Tr::kGeneral && cap_inverse > 0.f;
     // Nobody reads this buffer yet: the barrier of the previous step came after the last read.
     if (capped) store_cap_derivatives<Tr::kType>(s, cap_inverse, ds_chunk);
-    float to_log2 = scale_log2;
-    if (__builtin_expect(flags != 0, 0)) {
-      if (partial) mask_scores(s, &shared.bits[at][row_now(lane_now() / 4)]);
-      if (flags & kHugeRows) {
-        subtract_huge_rows<Tr::kGeneral>(s, w.huge_rows + shared.stage[at].step * kStepQueries,
-                                         p.scale);
-        to_log2 = kLog2E;
-      }
-    }
+    const auto first_row = [&] { return row_now(lane_now() / 4); };
+    const float to_log2 = apply_flags(flags, s, w, shared, at, first_row, p.scale, scale_log2);
     uint32_t probabilities[kSteps][4], gradients[kSteps][4];
 #pragma unroll
     for (int k = 0; k < kSteps; ++k) {
@@ -306,13 +299,11 @@ __device__ void consume(const MaskedAttentionBwdParams& p, const BwdWorkspace& w
     return last;
   };
 
-  for_each_work_tile(
-      shared, [] {}, step,
-      [&](const BwdWorkTile& work_tile) {
-        if (p.deterministic) publish_pending_add(shared);
-        store_dk_dv<Tr::kType>(p, work_tile, dk, dv, row_now(lane_now() / 4), Tr::kKeys, 0, 0,
-                               shared.out[thread_index() / 32]);
-      });
+  for_each_work_tile(shared, step, [&](const BwdWorkTile& work_tile) {
+    if (p.deterministic) publish_pending_add(shared);
+    store_dk_dv<Tr::kType>(p, work_tile, dk, dv, row_now(lane_now() / 4), Tr::kKeys, 0, 0,
+                           shared.out[thread_index() / 32]);
+  });
 }
 
 template <typename Tr>

@@ -22,8 +22,8 @@ template <typename Tr>
 __device__ void consume_keys(const MaskedAttentionBwdParams& p, const BwdWorkspace& w,
                              BwdShared<Tr>& shared, int warpgroup) {
   constexpr int kScores = kStepQueries / 2, kSteps = kStepQueries / 16;
-  // Whether the scores of the next step are computed beside dK. With more dims, whose products take
-  // longer, this gains nothing, and it loses 4 % where the producer builds many mask bits.
+  // Whether the scores of the next step are computed beside dK. With 128 dims this gains nothing,
+  // because products take longer there, and it costs 4 % where the producer builds many mask bits.
   constexpr bool kScoresAhead = Tr::kD <= 64;
   // Recompute thread-dependent indices in every step. Keeping them live would cost registers that
   // the MMA needs.
@@ -62,14 +62,14 @@ __device__ void consume_keys(const MaskedAttentionBwdParams& p, const BwdWorkspa
     wgmma_commit();
   };
 
-  // Processes one step, whose scores have been started. Returns whether it is the last one of its
-  // work tile; otherwise starts those of the next.
+  // Processes one step. Returns whether it is the last one of its work tile. If kScoresAhead, its
+  // scores have been started before, and it starts those of the next step.
   const auto step = [&](bool accumulate) {
     if constexpr (!kScoresAhead) start_scores();
     const int at = uniform(ring.index), ds_at = uniform(ds_ring.index);
     const uint32_t q_at = smem_address(shared.q[at]), dout_at = smem_address(shared.dout[at]);
     const int flags = shared.flags[at];
-    // Two queries of a thread's scores, 8 columns apart from the next two.
+    // Returns the values of the queries of scores i and i + 1.
     const auto of_queries = [&](const float (&x)[kStepQueries], int i) {
       return *reinterpret_cast<const float2*>(&x[i / 4 * 8 + lane_now() % 4 * 2]);
     };
@@ -78,14 +78,8 @@ __device__ void consume_keys(const MaskedAttentionBwdParams& p, const BwdWorkspa
     wgmma_wait<0>();
     wgmma_pin(s);
 
-    float to_log2 = scale_log2;
-    if (__builtin_expect(flags != 0, 0)) {
-      if (flags & kPartial) mask_scores(s, &shared.bits[at][row_now(lane_now() / 4)]);
-      if (flags & kHugeRows) {
-        subtract_huge_rows<false>(s, w.huge_rows + shared.stage[at].step * kStepQueries, p.scale);
-        to_log2 = kLog2E;
-      }
-    }
+    const auto first_row = [&] { return row_now(lane_now() / 4); };
+    const float to_log2 = apply_flags(flags, s, w, shared, at, first_row, p.scale, scale_log2);
     uint32_t packed[kSteps][4];  // P, then dS
 #pragma unroll
     for (int i = 0; i < kScores; i += 2) {
@@ -175,10 +169,11 @@ __device__ void consume_keys(const MaskedAttentionBwdParams& p, const BwdWorkspa
   const auto begin = [&] {
     if constexpr (kScoresAhead) start_scores();
   };
-  for_each_work_tile(shared, begin, step, [&](const BwdWorkTile& work_tile) {
+  const auto store = [&](const BwdWorkTile& work_tile) {
     store_dk_dv<Tr::kType>(p, work_tile, dk, dv, row_now(lane_now() / 4), Tr::kKeys, 0, 0,
                            shared.out[thread_index() / 32]);
-  });
+  };
+  for_each_work_tile(shared, step, store, begin);
 }
 
 // The main loop of the warpgroup that multiplies dS by K, one column slice after the other. Its
@@ -237,7 +232,7 @@ __device__ void consume_ds(const MaskedAttentionBwdParams& p, const BwdWorkspace
     ring.advance();
     return description.last;
   };
-  for_each_work_tile(shared, [] {}, step, [](const BwdWorkTile&) {});
+  for_each_work_tile(shared, step, [](const BwdWorkTile&) {});
   if (lane == 0) bulk_wait();
 }
 

@@ -42,6 +42,8 @@ struct BwdTraits {
   // keys: each warpgroup multiplies its own 64 keys.
   static constexpr int kDqSlices = kDqWarpgroup ? kD / 64 : kD > 128 && !kWide ? 3 : 2;
   static constexpr int kDqSliceColumns = kD / kDqSlices;
+  // Threads whose parts of dQ are interleaved in the workspace; see dq_fragment.
+  static constexpr int kDqPartThreads = kDqWarpgroup ? 32 : 128;
   // Whether the products QK^T and dO V^T run one after the other and P goes through shared memory,
   // because there are not enough registers to overlap them.
   static constexpr bool kSerialProducts = kD > 128 && !kWide;

@@ -157,11 +157,34 @@ __device__ __forceinline__ void store_dk_dv(const MaskedAttentionBwdParams& p,
                     int64_t{p.groups} * p.value_dim, rows_left, p.value_dim - dv_column);
 }
 
+// Masks the scores of the step in stage `at` and subtracts its huge rows, as its flags say. row()
+// is the thread's first row in the work tile. Returns the factor of the scores in log2 units, which
+// is `to_log2` unless there are huge rows.
+template <typename Tr, int kScores, typename Row>
+__device__ __forceinline__ float apply_flags(int flags, float (&s)[kScores], const BwdWorkspace& w,
+                                             const BwdShared<Tr>& shared, int at, Row row,
+                                             float scale, float to_log2) {
+  if (__builtin_expect(flags != 0, 0)) {
+    if (flags & kPartial) mask_scores(s, &shared.bits[at][row()]);
+    if (flags & kHugeRows) {
+      subtract_huge_rows<Tr::kGeneral>(s, w.huge_rows + shared.stage[at].step * kStepQueries,
+                                       scale);
+      to_log2 = kLog2E;
+    }
+  }
+  return to_log2;
+}
+
+struct DoNothing {
+  __device__ void operator()() const {}
+};
+
 // The loop of an MMA warp over work tiles. `step(accumulate)` processes a step and returns whether
-// it was the last one of its work tile; `store(work_tile)` stores the results.
-template <typename Tr, typename Begin, typename Step, typename Store>
-__device__ __forceinline__ void for_each_work_tile(BwdShared<Tr>& shared, Begin begin, Step step,
-                                                   Store store) {
+// it was the last one of its work tile; `store(work_tile)` stores the results; `begin()` precedes
+// the first step of each work tile.
+template <typename Tr, typename Step, typename Store, typename Begin = DoNothing>
+__device__ __forceinline__ void for_each_work_tile(BwdShared<Tr>& shared, Step step, Store store,
+                                                   Begin begin = {}) {
   uint32_t kv_parity = 0;
   for (uint32_t parity = 0;; parity ^= 1) {
     mbarrier_wait(&shared.work_tile_full, parity);

@@ -87,15 +87,8 @@ __device__ void consume_wide(const MaskedAttentionBwdParams& p, const BwdWorkspa
         named_barrier_sync<256>(kDsRead);
         store_cap_derivatives<Tr::kType>(x, cap_inverse, ds_chunk);
       }
-      float to_log2 = scale_log2;
-      if (__builtin_expect(flags != 0, 0)) {
-        if (partial) mask_scores(x, &shared.bits[at][row_now(lane_now() / 4)]);
-        if (flags & kHugeRows) {
-          subtract_huge_rows<Tr::kGeneral>(x, w.huge_rows + shared.stage[at].step * kStepQueries,
-                                           p.scale);
-          to_log2 = kLog2E;
-        }
-      }
+      const auto first_row = [&] { return row_now(lane_now() / 4); };
+      const float to_log2 = apply_flags(flags, x, w, shared, at, first_row, p.scale, scale_log2);
 #pragma unroll
       for (int k = 0; k < kSteps; ++k) {
 #pragma unroll
@@ -219,14 +212,11 @@ __device__ void consume_wide(const MaskedAttentionBwdParams& p, const BwdWorkspa
   };
 
   if (capped && warpgroup == 1) named_barrier_arrive<256>(kDsRead);
-  for_each_work_tile(
-      shared, [] {}, step,
-      [&](const BwdWorkTile& work_tile) {
-        if (p.deterministic) publish_pending_add(shared);
-        store_dk_dv<Tr::kType>(p, work_tile, dk, dv, row_now(lane_now() / 4), Tr::kKeys,
-                               warpgroup * kDHalf, warpgroup * kEHalf,
-                               shared.out[thread_index() / 32]);
-      });
+  for_each_work_tile(shared, step, [&](const BwdWorkTile& work_tile) {
+    if (p.deterministic) publish_pending_add(shared);
+    store_dk_dv<Tr::kType>(p, work_tile, dk, dv, row_now(lane_now() / 4), Tr::kKeys,
+                           warpgroup * kDHalf, warpgroup * kEHalf, shared.out[thread_index() / 32]);
+  });
   // Consume the last arrival, so that no barrier is left with a pending one.
   if (capped && warpgroup == 0) named_barrier_sync<256>(kDsRead);
 }

@@ -31,6 +31,7 @@
 // The rest holds descriptions of tiles and mbarriers.
 #pragma once
 
+#include "common/softmax.cuh"
 #include "common/store_rows.cuh"
 #include "common/wgmma.cuh"
 #include "masked_attention/fwd_plan.cuh"
@@ -51,11 +52,6 @@ struct RowState {
   float sum[2];     // sum of this thread's probabilities, relative to the running maximum
   bool huge;        // whether any row of the warp is huge; see kHugeRow
 
-  // Returns the value to subtract from a score. It is 0 for a maximum of -inf, so that exp2(-inf -
-  // finite(-inf)) = 0.
-  __device__ static float finite(float running_max) {
-    return running_max == -INFINITY ? 0.f : running_max;
-  }
   // Returns the sum of row r over all keys.
   __device__ float total(int r) const {
     const float x = sum[r] + __shfl_xor_sync(~0u, sum[r], 1);
@@ -101,11 +97,11 @@ __device__ __forceinline__ bool softmax(float (&s)[kScores], const ScoreUnits<kN
       __any_sync(~0u, new_max[0] != rows.running_max[0] || new_max[1] != rows.running_max[1]);
   float base[2], to_log2 = units.scale_log2;
 #pragma unroll
-  for (int r = 0; r < 2; ++r) base[r] = RowState::finite(new_max[r]) * units.scale_log2;
+  for (int r = 0; r < 2; ++r) base[r] = finite_max(new_max[r]) * units.scale_log2;
   // One branch for everything that is rare, because it ends a basic block.
   if (__builtin_expect(rescale || rows.huge, 0)) {
-    const float from[2] = {units.natural(RowState::finite(new_max[0])),
-                           units.natural(RowState::finite(new_max[1]))};
+    const float from[2] = {units.natural(finite_max(new_max[0])),
+                           units.natural(finite_max(new_max[1]))};
     if (rescale) {
 #pragma unroll
       for (int r = 0; r < 2; ++r) {
@@ -265,7 +261,7 @@ __device__ void consume(const MaskedAttentionFwdParams& p, Shared<Tr>& shared) {
     for (int r = 0; r < 2; ++r) {
       const float total = nonempty ? rows.total(r) : 0.f;
       const bool empty = total == 0.f;
-      const float from = RowState::finite(rows.running_max[r]), base = from * units.scale_log2;
+      const float from = finite_max(rows.running_max[r]), base = from * units.scale_log2;
       const auto exponent =
           [&](float x) {  // of x in natural units, relative to the running maximum
             return fabsf(base) > kHugeRow ? (x - units.natural(from)) * kLog2E

@@ -72,12 +72,6 @@ inline void counter_add(uint32_t* counter) {
   ++emulator::machine.progress;
 }
 
-inline bool counter_reached(const uint32_t* counter, uint32_t count) {
-  if (*counter < count) return false;
-  emulator::races::acquire(emulator::machine.counters[counter]);
-  return true;
-}
-
 inline void counter_wait(const uint32_t* counter, uint32_t count) {
   emulator::wait_until("counter", count, [=] { return *counter >= count; });
   emulator::races::acquire(emulator::machine.counters[counter]);

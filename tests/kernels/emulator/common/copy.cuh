@@ -128,10 +128,7 @@ void bulk_wait_read() {
   }
 }
 
-template <int kGroups = 0>
-void bulk_wait() {
-  bulk_wait_read<kGroups>();
-}
+inline void bulk_wait() { bulk_wait_read(); }
 
 inline void prefetch_l2(const void* from, uint32_t bytes) {
   if (reinterpret_cast<uintptr_t>(from) % 16 || bytes % 16) emulator::fail("a misaligned prefetch");
