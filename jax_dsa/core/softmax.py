@@ -127,6 +127,22 @@ def probabilities(
     return jnp.where(empty | (s == -jnp.inf), 0, p)
 
 
+def requested(y: Any, return_lse: bool, return_max_logit: bool = False) -> Any:
+    """Returns the output of `y`, or a tuple that starts with it if more is requested.
+
+    Args:
+        y: results with the fields `out`, `max_logit` and `log_sum`.
+        return_lse: whether the log-sum-exp follows.
+        return_max_logit: whether the largest logit follows.
+    """
+    results = [y.out]
+    if return_lse:
+        results.append(y.max_logit + y.log_sum)
+    if return_max_logit:
+        results.append(y.max_logit)
+    return tuple(results) if len(results) > 1 else y.out
+
+
 def row_products(dout: Float[Array, "*b E"], out: Float[Array, "*b E"]) -> Float[Array, "*b"]:
     """Returns sum(dout * out, -1) of the rounded values that these arrays hold.
 

@@ -89,8 +89,8 @@ class TrainConfig:
         """Checks the numbers.
 
         Raises:
-            ValueError: If a count is too small, a rate is negative or not finite, or `remat` is no
-                name of a policy.
+            ValueError: If a count is too small, a rate is negative or not finite, or `remat` is not
+                the name of a policy.
         """
         args = Args("TrainConfig", "", np.empty(0), "K")
         for least, names in enumerate((_AT_LEAST_0, _AT_LEAST_1)):

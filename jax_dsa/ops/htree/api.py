@@ -18,6 +18,7 @@ from jax_dsa.core.checks import FLOATS, Args
 from jax_dsa.core.export import exportable
 from jax_dsa.core.ffi import Kernel, either
 from jax_dsa.core.op import Pass, differentiable
+from jax_dsa.core.softmax import requested
 from jax_dsa.core.typing import Array, Float, Implementation, Int
 from jax_dsa.ops.htree import cuda, nodes, tree, xla
 from jax_dsa.ops.htree.cache import HTreeCache
@@ -192,7 +193,7 @@ def htree_attention(
     v = args.array("v", v, "B T G E", (q.dtype,))
     options = check_tree(args, compression, top_k, **check_attention(args, "k", scale, rope_base))
     y = args.restore(htree_op(call, options, Operands(q, k, v, _positions(q))))
-    return (y.out, y.max_logit + y.log_sum) if return_lse else y.out
+    return requested(y, return_lse)
 
 
 def htree_build(
@@ -368,4 +369,4 @@ def htree_decode(
     # A query whose token did not fit sees all tokens that the cache holds.
     positions = jnp.clip(lengths[:, None] + queries[None], -1, cache.capacity - 1)
     y = args.restore(htree_op(call, options, Operands(q, k, v, positions)))
-    return (y.out, y.max_logit + y.log_sum) if return_lse else y.out
+    return requested(y, return_lse)

@@ -9,6 +9,7 @@ from jax_dsa.core.arguments import CausalAlignment, SegmentIds, Window
 from jax_dsa.core.checks import Args
 from jax_dsa.core.ffi import Kernel
 from jax_dsa.core.op import Pass, differentiable
+from jax_dsa.core.softmax import requested
 from jax_dsa.core.typing import Array, Bool, Float, Implementation, Int
 from jax_dsa.ops.block_mask.spec import BlockMask
 from jax_dsa.ops.block_mask.visible import Visible
@@ -368,13 +369,8 @@ def _attend(
     return_max_logit = args.flag("return_max_logit", return_max_logit)
     return_attn_probs = args.flag("return_attn_probs", return_attn_probs)
     call = args.call(implementation)
-    results = masked_attention_op(call, options, Operands(q=q, k=k, v=v, **masks))
-    out, max_logit, log_sum = args.restore(tuple(results))
-    returned: tuple[Array, ...] = (out,)
-    if return_lse:
-        returned += (max_logit + log_sum,)
-    if return_max_logit:
-        returned += (max_logit,)
+    y = args.restore(masked_attention_op(call, options, Operands(q=q, k=k, v=v, **masks)))
+    returned = requested(y, return_lse, return_max_logit)
     if return_attn_probs:
         from jax_dsa.ops.attention_probs.api import probabilities  # It imports this package.
 
@@ -383,5 +379,6 @@ def _attend(
             DeprecationWarning,
             stacklevel=3,
         )
-        returned += (probabilities(args, options, q, k, masks),)
-    return returned if len(returned) > 1 else out
+        first = returned if isinstance(returned, tuple) else (returned,)
+        returned = (*first, probabilities(args, options, q, k, masks))
+    return returned

@@ -18,6 +18,7 @@ from jax_dsa.core.arguments import (
 from jax_dsa.core.checks import FLOATS, INT32, Args, as_array
 from jax_dsa.core.ffi import Kernel, either
 from jax_dsa.core.op import Pass, differentiable
+from jax_dsa.core.softmax import requested
 from jax_dsa.core.typing import Array, Float, Implementation, Int
 from jax_dsa.ops.cache.api import FlatCache, PagedCache
 from jax_dsa.ops.cache.keys import Keys, check_record, read_keys
@@ -239,17 +240,12 @@ def mqa_decode(
     )
     sinks = shared_sinks(args, sinks)
     operands = Operands(q, keys.rows, v, starts, ends, sinks, keys.page_table)
-    out, max_logit, log_sum = args.restore(mqa_decode_op(call, options, operands))
-    max_logit = jax.lax.stop_gradient(max_logit)
-    if not normalize:
-        total = jnp.where(max_logit == -jnp.inf, 0, jnp.exp(log_sum))
-        return out * total[..., None], max_logit, total
-    results = [out]
-    if return_lse:
-        results.append(max_logit + log_sum)
-    if return_max_logit:
-        results.append(max_logit)
-    return tuple(results) if len(results) > 1 else out  # type: ignore[return-value]
+    y = args.restore(mqa_decode_op(call, options, operands))
+    y = y._replace(max_logit=jax.lax.stop_gradient(y.max_logit))
+    if normalize:
+        return requested(y, return_lse, return_max_logit)
+    total = jnp.where(y.max_logit == -jnp.inf, 0, jnp.exp(y.log_sum))
+    return y.out * total[..., None], y.max_logit, total
 
 
 def _values(args: Args, v: Any, keys: Keys, dtype: Any) -> Array:

@@ -240,17 +240,10 @@ def merge(
     outs: Float[Array, "P ... E"], lses: Float[Array, "P ..."]
 ) -> tuple[Float[Array, "... E"], Float[Array, "..."]]:
     """Combines the attention results of disjoint sets of keys; see `merge_attention`."""
-    dtype, acc = outs.dtype, compat.accum_dtype(outs.dtype)
-    lses = lses.astype(acc)
-    top = jax.lax.stop_gradient(lses.max(0))
-    top = jnp.where(top == -jnp.inf, 0, top)
-    weights = jnp.exp(lses - top)
-    total = weights.sum(0)
-    empty = total == 0
-    total = jnp.where(empty, 1, total)
-    outs = jnp.where(lses[..., None] == -jnp.inf, 0, outs.astype(acc))
-    out = jnp.sum(weights[..., None] * outs, axis=0) / total[..., None]
-    return out.astype(dtype), jnp.where(empty, -jnp.inf, top + jnp.log(total))
+    # A normalized result has a sum of 1 relative to its log-sum-exp.
+    out, top, total = merge_sums(outs, lses, jnp.ones_like(lses))
+    lse = jnp.where(total == 0, -jnp.inf, top + log_of_sum(total))
+    return (out / jnp.where(total == 0, 1, total)[..., None]).astype(outs.dtype), lse
 
 
 def merge_sums(

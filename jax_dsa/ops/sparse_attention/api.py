@@ -7,6 +7,7 @@ from typing import Any, Literal, TypedDict, Unpack, overload
 from jax_dsa.core.arguments import CausalAlignment
 from jax_dsa.core.checks import Args
 from jax_dsa.core.op import Pass, differentiable
+from jax_dsa.core.softmax import requested
 from jax_dsa.core.typing import Array, Float, Implementation, Int
 from jax_dsa.ops.masked_attention.arguments import queries_and_keys, require_no_batch_axis
 from jax_dsa.ops.sparse_attention import xla
@@ -372,9 +373,4 @@ def _attend(
     call = args.call(implementation)
     operands = Operands(q=q, k=k, v=v, **slots, **where)
     y = args.restore(sparse_attention_op(call, options, operands))
-    returned: tuple[Array, ...] = (y.out,)
-    if return_lse:
-        returned += (y.max_logit + y.log_sum,)
-    if return_max_logit:
-        returned += (y.max_logit,)
-    return returned if len(returned) > 1 else y.out
+    return requested(y, return_lse, return_max_logit)

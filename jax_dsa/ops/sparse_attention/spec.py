@@ -1,11 +1,11 @@
-"""Options, operands, results and gradients of `sparse_attention`."""
+"""Options, operands and gradients of `sparse_attention`."""
 
 from __future__ import annotations
 
 import dataclasses
 from typing import NamedTuple
 
-from jax_dsa.core.spec import CONSTANT, Remat, accumulated, like
+from jax_dsa.core.spec import accumulated
 from jax_dsa.core.typing import Array, Float, Int
 
 BLOCK_SIZES = (1, 4, 16, 32, 64, 128)
@@ -57,19 +57,6 @@ class Operands(NamedTuple):
     lengths: Int[Array, "b t"] | None = None
     topk_length: Int[Array, "b t"] | None = None
     sinks: Float[Array, "b (g m)"] | None = None
-
-
-class Results(NamedTuple):
-    """The output in q's dtype, the largest score, and log(sum(exp(score - max_logit))).
-
-    Both are without the sink. The log-sum-exp is `max_logit + log_sum`. The cotangent of `log_sum`
-    is that of the log-sum-exp, because `max_logit` counts as a constant. A query that sees no key
-    has a `max_logit` of -inf and a `log_sum` of 0.
-    """
-
-    out: Float[Array, "b t (g m) e", like("q"), Remat("dsa_out")]
-    max_logit: Float[Array, "b t (g m)", accumulated("q"), CONSTANT, Remat("dsa_lse")]
-    log_sum: Float[Array, "b t (g m)", accumulated("q"), Remat("dsa_lse")]
 
 
 class Gradients(NamedTuple):

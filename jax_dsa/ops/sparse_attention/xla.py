@@ -34,8 +34,9 @@ from jax_dsa.core.softmax import (
     split_scale,
 )
 from jax_dsa.core.streaming import chunk_length, scan_chunks
+from jax_dsa.ops.masked_attention.spec import Results
 from jax_dsa.ops.sparse_attention.blocks import num_slots, selected_keys
-from jax_dsa.ops.sparse_attention.spec import Gradients, Operands, Options, Results
+from jax_dsa.ops.sparse_attention.spec import Gradients, Operands, Options
 
 
 def sparse_attention_fwd(options: Options, x: Operands) -> Results:

@@ -19,6 +19,7 @@ from jax_dsa.core.checks import FLOATS, Args
 from jax_dsa.core.ffi import Kernel, either
 from jax_dsa.core.layout import RECORD_DIM
 from jax_dsa.core.op import Pass, differentiable
+from jax_dsa.core.softmax import requested
 from jax_dsa.core.typing import Array, Float, Implementation, Int
 from jax_dsa.ops.cache.api import FlatCache, PagedCache
 from jax_dsa.ops.cache.keys import check_record, read_cache
@@ -196,7 +197,7 @@ def sparse_mla(
     ends = causal_ends(args, is_causal, query_start, key_stride)
     operands = Operands(q, kv, indices, ends, topk_length, shared_sinks(args, sinks))
     y = args.restore(sparse_mla_op(call, options, operands))
-    return (y.out, y.max_logit + y.log_sum) if return_lse else y.out
+    return requested(y, return_lse)
 
 
 @overload
@@ -295,4 +296,4 @@ def sparse_mla_decode(
         q, keys.rows, indices, ends, topk_length, shared_sinks(args, sinks), keys.page_table
     )
     y = args.restore(sparse_mla_decode_op(call, options, operands))
-    return (y.out, y.max_logit + y.log_sum) if return_lse else y.out
+    return requested(y, return_lse)
