@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 from typing import Any
 
 import jax
@@ -10,58 +9,14 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from support.compare import assert_as_good_as, assert_matches
-from support.masked_attention_kernel import INT_MAX, INT_MIN, Arrays, inputs, integers
-from support.masked_attention_kernel import compare as compare_calls
+from support.masked_attention_kernel import inputs, integers
 from support.masked_attention_kernel import run as run_call
 from support.oracles import sparse_attention as oracle
+from support.sparse_attention_kernel import CAUSAL, FORCED, TAIL, compare, lists, run
 
 from jax_dsa import masked_attention, sparse_attention, sparse_attention_varlen, sparse_mla
 
 pytestmark = pytest.mark.gpu
-
-compare = functools.partial(compare_calls, call=sparse_attention)
-run = functools.partial(run_call, call=sparse_attention)
-
-CAUSAL = {"is_causal": True}
-FORCED = {"is_causal": True, "sink_blocks": 1, "local_blocks": 2}
-TAIL = {"is_causal": True, "tail_block": True}
-
-
-def lists(
-    rng: np.random.Generator, arrays: Arrays, size: int, slots: int, kind: str = "random"
-) -> dict[str, Any]:
-    """Returns the argument `indices`, a list for each query and KV head.
-
-    Args:
-        rng: The source of random numbers.
-        arrays: q, k and v.
-        size: The number of keys in a block.
-        slots: The length of a list.
-        kind: "random", with invalid indices and repeated blocks; "similar", where a list keeps most
-            blocks of the list before it; "distinct", without repeated blocks; "empty".
-    """
-    (b, t), (s, g) = arrays[0].shape[:2], arrays[1].shape[1:3]
-    blocks = -(-s // size)
-    shape = (b, t, g, slots)
-    if kind == "empty":
-        return {
-            "indices": jnp.asarray(rng.choice([INT_MIN, -1, blocks, INT_MAX], shape), jnp.int32)
-        }
-    if kind == "distinct":
-        numbers = np.broadcast_to(np.arange(max(blocks, slots)), (b, t, g, max(blocks, slots)))
-        return {"indices": jnp.asarray(rng.permuted(numbers, axis=3)[..., :slots], jnp.int32)}
-    indices = rng.integers(0, max(blocks, 1), shape)
-    if kind == "similar":
-        for i in range(1, t):
-            indices[:, i] = np.where(
-                rng.random(shape[:1] + shape[2:]) < 1 / 16, indices[:, i], indices[:, i - 1]
-            )
-    else:
-        bad = rng.choice([INT_MIN, -1, blocks, INT_MAX], shape)
-        indices = np.where(rng.random(shape) < 0.2, bad, indices)
-        indices[:, t // 2] = bad[:, t // 2]
-    return {"indices": jnp.asarray(indices, jnp.int32)}
-
 
 SIZES = [1, 62, 213, 8193]
 
@@ -273,75 +228,6 @@ def test_equals_sparse_mla(rng: np.random.Generator) -> None:
         lambda q, kv: sparse_mla(q, kv, indices, value_dim=64, implementation="xla", **options)
     )
     assert_matches(got, want, 2e-2)
-
-
-@pytest.mark.parametrize(
-    ("m", "d", "size", "slots"), [(16, 128, 64, 16), (1, 64, 16, 40), (12, 256, 4, 200)]
-)
-def test_results_have_the_same_bits_in_20_runs(
-    m: int, d: int, size: int, slots: int, rng: np.random.Generator
-) -> None:
-    arrays = inputs(rng, t=2100, s=2100, n=2 * m, g=2, d=d)
-    which = lists(rng, arrays, size, slots)
-    options = {"block_size": size, "deterministic": True, **FORCED}
-    first = run("cuda", jnp.bfloat16, arrays, which, **options)
-    for _ in range(20):
-        again = run("cuda", jnp.bfloat16, arrays, which, **options)
-        jax.tree.map(np.testing.assert_array_equal, again, first)
-
-
-def test_transforms(rng: np.random.Generator) -> None:
-    q, k, v = inputs(rng, b=6, t=100, s=130, n=16, g=2, d=128)
-    indices = lists(rng, (q, k, v), 16, 4)["indices"]
-
-    def gradients(q: Any, k: Any, v: Any, indices: Any, fn: Any = lambda f: f) -> Any:
-        @fn
-        def attend(q: Any, k: Any, v: Any) -> Any:
-            options = {"block_size": 16, "implementation": "cuda", **FORCED}
-            return sparse_attention(q, k, v, indices, **options)
-
-        def loss(*arrays: Any) -> tuple[Any, Any]:
-            out = attend(*arrays)
-            return jnp.sin(out.astype(jnp.float32)).sum(), out
-
-        return jax.grad(loss, argnums=(0, 1, 2), has_aux=True)(q, k, v)
-
-    want = jax.jit(gradients)(q, k, v, indices)
-    pairs = [x.reshape(2, 3, *x.shape[1:]) for x in (q, k, v, indices)]
-    nested = jax.jit(jax.vmap(jax.vmap(gradients)))(*pairs)
-    routes = {
-        "eager": gradients(q, k, v, indices),
-        "remat": jax.jit(functools.partial(gradients, fn=jax.checkpoint))(q, k, v, indices),
-        "vmap without a batch axis": jax.jit(jax.vmap(gradients))(q, k, v, indices),
-        "nested vmap": jax.tree.map(lambda x: x.reshape(6, *x.shape[2:]), nested),
-    }
-    for name, got in routes.items():
-        jax.tree.map(functools.partial(np.testing.assert_array_equal, err_msg=name), got, want)
-    # The gradient of keys that all batch entries share is a sum.
-    shared = jax.jit(jax.vmap(gradients, in_axes=(0, None, None, 0)))(q, k[0], v[0], indices)
-    tiled = (jnp.tile(x[:1], (6, 1, 1, 1)) for x in (k, v))
-    assert_matches(shared, jax.jit(jax.vmap(gradients))(q, *tiled, indices), tol=8e-3)
-
-
-def test_replayed_program(rng: np.random.Generator) -> None:
-    """XLA records programs as CUDA graphs and replays them, with new inputs."""
-    sizes = {"t": 300, "s": 300, "n": 16, "g": 2}
-    for _ in range(6):
-        arrays = inputs(rng, **sizes)
-        compare(arrays, lists(rng, arrays, 16, 5), block_size=16, **CAUSAL)
-
-
-def test_more_than_2_to_the_31_elements(rng: np.random.Generator) -> None:
-    """The last queries of a long call have the results of a call with only those queries."""
-    t, last, heads, dim = 270_000, 300, 64, 128
-    q = jax.random.normal(jax.random.key(1), (1, t, heads, dim), jnp.bfloat16)
-    _, k, v = inputs(rng, b=1, t=1, s=t, n=heads, g=4, d=dim)
-    indices = integers(rng, 0, t // 64, 1, t, 4, 4)
-    options: Any = {"block_size": 64, "implementation": "cuda", **FORCED}
-    got = sparse_attention(q, k, v, indices, **options)[:, -last:]
-    start = {"query_start": t - last}
-    want = sparse_attention(q[:, -last:], k, v, indices[:, -last:], **start, **options)
-    assert_matches(got, want, 8e-3)
 
 
 @pytest.mark.parametrize("empty", ["b", "t", "s", "n", "slots"])
