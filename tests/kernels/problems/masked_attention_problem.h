@@ -1,17 +1,15 @@
 // Test problems of masked attention and their solutions in float64, for the emulator and the GPU.
 #pragma once
 
-#include <cuda_bf16.h>
-
 #include <algorithm>
 #include <climits>
 #include <cmath>
 #include <cstdint>
-#include <cstring>
 #include <random>
 #include <vector>
 
 #include "masked_attention/masked_attention.h"
+#include "problems/values_16.h"
 
 namespace jax_dsa {
 
@@ -34,28 +32,6 @@ struct AttentionCase {
   float level = 0.f;                   // q.k of the first half of the keys, or 0 for random keys
   bool sinks = false;
 };
-
-inline uint16_t to_16(DType dtype, float x) {
-  uint16_t bits;
-  if (dtype == DType::kF16) {
-    const _Float16 y = static_cast<_Float16>(x);
-    memcpy(&bits, &y, 2);
-  } else {
-    const __nv_bfloat16 y = __float2bfloat16(x);
-    memcpy(&bits, &y, 2);
-  }
-  return bits;
-}
-inline float from_16(DType dtype, uint16_t bits) {
-  if (dtype == DType::kF16) {
-    _Float16 y;
-    memcpy(&y, &bits, 2);
-    return static_cast<float>(y);
-  }
-  __nv_bfloat16 y;
-  memcpy(&y, &bits, 2);
-  return __bfloat162float(y);
-}
 
 struct AttentionProblem {
   AttentionCase c;
@@ -368,18 +344,6 @@ inline Gradients solve_backward(const AttentionProblem& x, const BackwardInputs&
   return y;
 }
 
-// Returns the largest error, relative to 1 + |expected|.
-inline double difference(DType dtype, const std::vector<uint16_t>& got,
-                         const std::vector<double>& expected) {
-  double worst = 0;
-  for (size_t i = 0; i < got.size(); ++i) {
-    const double error =
-        std::fabs(from_16(dtype, got[i]) - expected[i]) / (1 + std::fabs(expected[i]));
-    worst = std::max(worst, std::isnan(error) ? INFINITY : error);
-  }
-  return worst;
-}
-
 // Returns the difference of the gradients of q. The first two dimensions are left out if they are
 // sums of huge keys.
 inline double query_difference(const AttentionProblem& x, std::vector<uint16_t> got,
@@ -390,18 +354,6 @@ inline double query_difference(const AttentionProblem& x, std::vector<uint16_t> 
     }
   }
   return difference(x.c.dtype, got, expected);
-}
-
-// Returns the largest error of max_logit or log_sum, relative for values above 1000.
-inline double row_difference(const std::vector<float>& got, const std::vector<double>& expected) {
-  double worst = 0;
-  for (size_t i = 0; i < got.size(); ++i) {
-    if (got[i] == expected[i]) continue;
-    const double error =
-        std::fabs(got[i] - expected[i]) / std::max(1., 1e-3 * std::fabs(expected[i]));
-    worst = std::max(worst, std::isnan(error) ? INFINITY : error);
-  }
-  return worst;
 }
 
 // Returns the difference of bias gradients, without the padding of their rows.
