@@ -1,0 +1,373 @@
+// dK and dV of sparse attention.
+//
+//   P  = exp(scale * S - max_logit - log_sum)      S = Q K^T       dV = P^T dO
+//   dS = P * (dP - delta)                          dP = dO V^T     dK = scale * dS^T Q
+//
+// with delta = rowsum(O * dO) - dlse.
+//
+// Tiling. A work item is (batch, KV head, 64 keys), or a part of the list of their queries.
+// Persistent CTAs take items from an atomic counter and loop over the steps of their lists
+// (bwd_inverse.cuh). A step has the rows of q and dout of as many queries as 64 rows can hold; the
+// heads of a group are rows. dK and dV stay in registers. The parts of a list are added to global
+// memory in their order, so that the sums are always the same.
+//
+// Operand layout. The kernel computes S^T and dP^T, with keys as the M dimension. The accumulator
+// fragments of P^T and dS^T then feed the dV and dK MMAs from registers. K and V, the other A
+// operands, stay in registers too if there is room.
+//
+// Warpgroups.
+//   0  MMA: S, P and dV. It passes P on in shared memory.
+//   1  MMA: dP, dS and dK
+//   2  producer: warp 0 takes items and issues TMA loads, warps 1-3 prepare lse, delta and the bits
+//      of hidden keys of the rows (bwd_producer.cuh)
+// A warpgroup computes the exponentials of P, or dS, while the tensor cores work for the other.
+//
+// Rows of a step that belong to no entry are zeros or rows of the last entry, and P is 0 there. P
+// is also 0 for keys that a query does not see, whatever K holds.
+//
+// Shared memory for D = E = 128 (bytes): K, V 32 Ki; Q, dO 5 stages x 32 Ki; P 2 x 8 Ki.
+#pragma once
+
+#include "common/launch.cuh"
+#include "common/wgmma.cuh"
+#include "masked_attention/launch.h"
+#include "sparse_attention/bwd_producer.cuh"
+
+namespace jax_dsa::sparse_attention {
+
+// Stores or adds a warp's 16 rows of a sum, multiplied by `factor`. `out` points to row lane / 4,
+// rows are `stride` floats apart, and `rows_left` counts rows from there.
+template <int kN>
+__device__ __forceinline__ void store_sums(float (&sum)[kN], float factor, float* out,
+                                           int64_t stride, int rows_left, int columns, bool add) {
+  const int column = thread_index() % 4 * 2;
+  const auto valid = [&](int i) { return i % 4 * 4 < rows_left && i / 4 * 8 + column < columns; };
+  const auto at = [&](int i) { return out + i % 4 / 2 * 8 * stride + i / 4 * 8 + column; };
+#pragma unroll
+  for (int i = 0; i < kN; ++i) sum[i] *= factor;
+  if (add) {
+#pragma unroll
+    for (int i = 0; i < kN; i += 2) {
+      if (!valid(i)) continue;
+      const float2 x = __ldcg(reinterpret_cast<const float2*>(at(i)));
+      sum[i] += x.x, sum[i + 1] += x.y;
+    }
+  }
+#pragma unroll
+  for (int i = 0; i < kN; i += 2) store_pair(at(i), sum[i], sum[i + 1], valid(i));
+}
+
+// The main loop of an MMA warpgroup: warpgroup 0 if kProbabilities, else warpgroup 1.
+template <typename Tr, bool kProbabilities>
+__device__ void consume(const SparseAttentionBwdParams& p, DkvShared<Tr>& shared) {
+  constexpr int kScores = kRows / 2, kSteps = kRows / 16;
+  constexpr int kDim = kProbabilities ? Tr::kD : Tr::kE;     // of the first product
+  constexpr int kSumDim = kProbabilities ? Tr::kE : Tr::kD;  // of the second product
+  // Recompute thread-dependent indices in every step. Keeping them live would cost registers that
+  // the MMA needs.
+  const auto lane_now = [] { return thread_index() & 31; };
+  const auto warp_now = [] { return thread_index() >> 5 & 3; };
+  const uint8_t* const keys = kProbabilities ? shared.k[0] : shared.v[0];
+  const auto first_rows = [&](int at) {
+    return smem_address(kProbabilities ? shared.q[at][0] : shared.dout[at][0]);
+  };
+  const auto second_rows = [&](int at) {
+    return smem_address(kProbabilities ? shared.dout[at][0] : shared.q[at][0]);
+  };
+  const auto arrive = [&](uint64_t* barrier) {
+    __syncwarp();
+    if (lane_now() == 0) mbarrier_arrive(barrier);
+  };
+  const float scale_log2 = p.scale * kLog2E;
+
+  float sum[kSumDim / 2], s[kScores];
+  uint32_t fragments[Tr::kInRegisters ? kDim / 16 : 1][4];  // of K or V
+  RingPlace<Tr::kStages> ring;
+  RingPlace<kSharedRows> p_ring = {0, kProbabilities};
+
+  // Issues the first product of the step in the stage at `place`: S or dP.
+  const auto start_scores = [&](const RingPlace<Tr::kStages>& place) {
+    const int at = uniform(place.index);
+    mbarrier_wait(&shared.full[at], place.parity);
+    const uint64_t rows = k_major_descriptor(first_rows(at));
+    const uint64_t own_keys = k_major_descriptor(smem_address(keys));
+    wgmma_forget(s);
+    wgmma_fence();
+#pragma unroll
+    for (int i = 0; i < kDim / 16; ++i) {
+      const int next = i / 4 * (kBlockBytes / 16) + i % 4 * 2;
+      if constexpr (Tr::kInRegisters) {
+        wgmma_16<Tr::kType, kKMajor>(s, fragments[i], rows + next, i > 0);
+      } else {
+        wgmma_16<Tr::kType, kKMajor, kKMajor>(s, own_keys + next, rows + next, i > 0);
+      }
+    }
+    wgmma_commit();
+  };
+
+  // Processes one step, whose first product has been issued, and issues that of the next.
+  const auto step = [&](bool accumulate, bool more) {
+    const int at = uniform(ring.index), p_at = uniform(p_ring.index);
+    const int flags = shared.flags[at];
+    // Returns the values of the rows of scores i and i + 1.
+    const auto of_rows = [&](const float (&x)[kRows], int i) {
+      return *reinterpret_cast<const float2*>(&x[i / 4 * 8 + lane_now() % 4 * 2]);
+    };
+    // The address of a thread's 16 bytes of P for 16 columns.
+    const uint32_t p_address = smem_address(shared.p[p_at]) + (thread_index() & 127) * 16;
+    uint32_t packed[kSteps][4];  // P or dS
+    wgmma_wait<0>();
+    wgmma_pin(s);
+    if constexpr (kProbabilities) {
+      float to_log2 = scale_log2;
+      if (__builtin_expect(flags & kHugeRows, 0)) {
+        masked_attention::subtract_huge_rows<false>(s, shared.huge_rows[at], p.scale);
+        to_log2 = kLog2E;
+      }
+#pragma unroll
+      for (int i = 0; i < kScores; i += 2) {
+        const float2 lse = of_rows(shared.lse[at], i);
+        packed[i / 8][i / 2 % 4] =
+            pack_16<Tr::kType>(exp2_approx(fmaf(s[i], to_log2, -lse.x)),
+                               exp2_approx(fmaf(s[i + 1], to_log2, -lse.y)));
+      }
+      if (flags & kSomeHidden) {
+        const auto* const bits = reinterpret_cast<const uint16_t*>(
+            &shared.seen[at][warp_now() * 16 + lane_now() / 4]);
+        const uint32_t seen = bits[lane_now() % 4] | bits[8 * 4 + lane_now() % 4] << 16;
+#pragma unroll
+        for (int c = 0; c < kRows / 8; ++c) {
+          packed[c / 2][c % 2 * 2] &= spread_top_bits<0>(seen << c);
+          packed[c / 2][c % 2 * 2 + 1] &= spread_top_bits<1>(seen << c);
+        }
+      }
+      mbarrier_wait(&shared.p_free[p_at], p_ring.parity);
+#pragma unroll
+      for (int k = 0; k < kSteps; ++k) store_shared_16(p_address + k * (128 * 16), packed[k]);
+      arrive(&shared.p_full[p_at]);
+    } else {
+      mbarrier_wait(&shared.p_full[p_at], p_ring.parity);
+#pragma unroll
+      for (int k = 0; k < kSteps; ++k) load_shared_16(p_address + k * (128 * 16), packed[k]);
+      arrive(&shared.p_free[p_at]);
+      if (flags & kSomeHidden) {  // dP of hidden keys is undefined, and 0 * NaN is NaN
+#pragma unroll
+        for (int i = 0; i < kScores; i += 2) {
+          const float2 x = unpack_16<Tr::kType>(packed[i / 8][i / 2 % 4]);
+          s[i] = x.x == 0.f ? 0.f : s[i], s[i + 1] = x.y == 0.f ? 0.f : s[i + 1];
+        }
+      }
+#pragma unroll
+      for (int i = 0; i < kScores; i += 2) {
+        const float2 delta = of_rows(shared.delta[at], i);
+        const float2 x = unpack_16<Tr::kType>(packed[i / 8][i / 2 % 4]);
+        packed[i / 8][i / 2 % 4] =
+            pack_16<Tr::kType>(x.x * (s[i] - delta.x), x.y * (s[i + 1] - delta.y));
+      }
+    }
+    wgmma_pin(packed);
+    const uint64_t rows = mn_major_descriptor(second_rows(at), kBlockBytes);
+    wgmma_fence();
+#pragma unroll
+    for (int k = 0; k < kSteps; ++k) {
+      wgmma_16<Tr::kType, kMNMajor>(sum, packed[k], rows + k * (16 * 128 / 16),
+                                    k > 0 || accumulate);
+    }
+    wgmma_commit();
+    ring.advance(), p_ring.advance();
+    if (more) {
+      start_scores(ring);
+      wgmma_wait<1>();
+    } else {
+      wgmma_wait<0>();
+    }
+    wgmma_pin(sum);
+    arrive(&shared.free[at]);
+  };
+
+  uint32_t kv_parity = 0;
+  for (uint32_t parity = 0;; parity ^= 1) {
+    mbarrier_wait(&shared.item_full, parity);
+    const DkvItem item = shared.item;
+    if (item.done) return;
+    const StepShape shape(p.heads / p.groups);
+    const int steps = shape.steps(item.entries);
+    if (steps > 0) {
+      mbarrier_wait(&shared.kv_full, kv_parity);
+      kv_parity ^= 1;
+      if constexpr (Tr::kInRegisters) {
+        const int lane = lane_now(), row = warp_now() * 16 + lane % 16;
+#pragma unroll
+        for (int i = 0; i < kDim / 16; ++i) {
+          const int chunk = (i % 4 * 2 + lane / 16) ^ (lane % 8);
+          load_matrix_x4(
+              smem_address(keys) + i / 4 * kBlockBytes + row * 128 + chunk * 16, fragments[i]);
+        }
+        arrive(&shared.item_free);
+      }
+      start_scores(ring);
+      for (int i = 0; i < steps; ++i) step(i > 0, i + 1 < steps);
+    }
+    if (!Tr::kInRegisters || steps == 0) arrive(&shared.item_free);
+
+    const int dim = kProbabilities ? p.value_dim : p.dim;
+    const int row = item.key + warp_now() * 16 + lane_now() / 4;
+    float* const out =
+        (kProbabilities ? p.dv : p.dk) +
+        ((item.batch * p.keys + row) * p.groups + item.group) * dim;
+    if (steps == 0) {
+#pragma unroll
+      for (float& x : sum) x = 0.f;
+    }
+    uint32_t* const parts_added = item.parts_added + thread_index() / 32;
+    if (item.part > 0) {
+      if (lane_now() == 0) counter_wait(parts_added, item.part);
+      __syncwarp();
+    }
+    store_sums(sum, kProbabilities ? 1.f : p.scale, out, int64_t{p.groups} * dim,
+               static_cast<int>(p.keys) - row, dim, item.part > 0);
+    if (item.several) {
+      __syncwarp();
+      if (lane_now() == 0) counter_add(parts_added);
+    }
+  }
+}
+
+template <typename Tr>
+__global__ void __launch_bounds__(Tr::kThreads, 1)
+    dkv_kernel(const __grid_constant__ SparseAttentionBwdParams p,
+               const __grid_constant__ InverseLists inverse, const float* delta,
+               const __grid_constant__ StepShape shape, const __grid_constant__ CUtensorMap q_map,
+               const __grid_constant__ CUtensorMap k_map, const __grid_constant__ CUtensorMap v_map,
+               const __grid_constant__ CUtensorMap dout_map) {
+  auto& shared = dynamic_shared<DkvShared<Tr>>();
+  const int thread = threadIdx.x;
+  if (thread == 0) {
+    mbarrier_init(&shared.item_full, 1);
+    mbarrier_init(&shared.item_free, 8 + Tr::kPrepareWarps);
+    mbarrier_init(&shared.kv_full, 1);
+    for (int i = 0; i < Tr::kStages; ++i) {
+      mbarrier_init(&shared.full[i], 2);
+      mbarrier_init(&shared.free[i], 8);
+    }
+    for (int i = 0; i < kSharedRows; ++i) {
+      mbarrier_init(&shared.p_full[i], 4);
+      mbarrier_init(&shared.p_free[i], 4);
+    }
+    mbarrier_init_fence();
+  }
+  if (thread < shape.entries) {
+    uint64_t columns = 0;
+    for (int i = thread * shape.heads; i < (thread + 1) * shape.heads; ++i) {
+      columns |= uint64_t{1} << column_bit(i);
+    }
+    shared.entry_columns[thread] = columns;
+  }
+  // No load writes the rows after those of the last entry of a step.
+  const int used = shape.entries * shape.heads, chunks = (kRows - used) * (128 / 16);
+  const uint32_t zeros[4] = {};
+  for (int i = thread; i < Tr::kStages * (Tr::kDBlocks + Tr::kEBlocks) * chunks;
+       i += Tr::kThreads) {
+    // The blocks of q and those of dout are adjacent.
+    store_shared_16(smem_address(shared.q) + i / chunks * kBlockBytes + used * 128 +
+                        i % chunks * 16,
+                    zeros);
+  }
+  fence_async_proxy();
+  __syncthreads();
+  const int warpgroup = uniform(threadIdx.x / 128);
+  if (warpgroup == 0) {
+    raise_registers<Tr::kConsumerRegisters>();
+    consume<Tr, true>(p, shared);
+  } else if (warpgroup == 1) {
+    raise_registers<Tr::kConsumerRegisters>();
+    consume<Tr, false>(p, shared);
+  } else {
+    lower_registers<Tr::kProducerRegisters>();
+    const int warp = thread / 32 % 4;
+    if (warp == 0) {
+      load_steps<Tr>(p, inverse, shape, q_map, k_map, v_map, dout_map, shared);
+    } else if (warp <= Tr::kPrepareWarps) {
+      prepare_steps<Tr>(p, inverse, delta, shape, shared, warp - 1);
+    }
+  }
+}
+
+// Launches the kernels that build the inverse lists. A step of the main kernel has `step_entries`
+// entries.
+inline cudaError_t build_inverse_lists(const SparseAttentionBwdParams& p, const TileLists& unions,
+                                       const InverseLists& inverse, int step_entries,
+                                       cudaStream_t stream) {
+  const int64_t blocks = p.batch * p.groups * inverse.chunks;
+  if (blocks > INT32_MAX || inverse.tiles > INT32_MAX - kParts) return cudaErrorInvalidValue;
+  DSA_RETURN_IF_CUDA_ERROR(clear(inverse.cursors, inverse.tiles * inverse.chunks * 4, stream));
+  DSA_RETURN_IF_CUDA_ERROR(launch_blocks(inverse_kernel<false>, blocks, kInverseThreads,
+                                         kMaxTileQueries * 4, stream, p, unions, inverse));
+  DSA_RETURN_IF_CUDA_ERROR(launch_blocks(chunk_sums_kernel,
+                                         ceil_div(inverse.tiles, int64_t{kInverseThreads}),
+                                         kInverseThreads, 0, stream, inverse));
+  DSA_RETURN_IF_CUDA_ERROR(launch_blocks(plan_kernel, 1, kPlanThreads, kPlanThreads / 32 * 8,
+                                         stream, inverse, step_entries));
+  return launch_blocks(inverse_kernel<true>, blocks, kInverseThreads, kMaxTileQueries * 4, stream,
+                       p, unions, inverse);
+}
+
+template <typename Tr>
+cudaError_t launch_dkv_kernel(const SparseAttentionBwdParams& p, const InverseLists& inverse,
+                              const float* delta, const StepShape& shape, cudaStream_t stream) {
+  // A box of q or dout has all heads of a group, or as many as fit in a step, of one query.
+  const auto encode_queries = [&](CUtensorMap* map, const void* x, int dim) {
+    *map = {};
+    if (p.queries == 0) return cudaSuccess;
+    return encode_tensor_map(
+        map, masked_attention::map_type(p.dtype),
+        tensor_box<4>(2, x, {dim, p.heads, p.queries, p.batch}, {64, shape.heads, 1, 1}));
+  };
+  CUtensorMap q_map, k_map, v_map, dout_map;
+  DSA_RETURN_IF_CUDA_ERROR(encode_queries(&q_map, p.q, p.dim));
+  DSA_RETURN_IF_CUDA_ERROR(encode_queries(&dout_map, p.dout, p.value_dim));
+  DSA_RETURN_IF_CUDA_ERROR(masked_attention::encode_rows(&k_map, p.dtype, p.k, p.batch, p.keys,
+                                                         p.groups, p.dim, kTile));
+  DSA_RETURN_IF_CUDA_ERROR(masked_attention::encode_rows(&v_map, p.dtype, p.v, p.batch, p.keys,
+                                                         p.groups, p.value_dim, kTile));
+  return launch_persistent<DkvShared<Tr>>(dkv_kernel<Tr>, inverse.tiles + kParts, Tr::kThreads,
+                                          stream, p, inverse, delta, shape, q_map, k_map, v_map,
+                                          dout_map);
+}
+
+template <DType kType>
+cudaError_t launch_dkv_dims(const SparseAttentionBwdParams& p, const InverseLists& inverse,
+                            const float* delta, const StepShape& shape, cudaStream_t stream) {
+  if (p.dim > 192 || p.value_dim > 128) {
+    return launch_dkv_kernel<DkvTraits<kType, 256, 256>>(p, inverse, delta, shape, stream);
+  }
+  if (p.dim > 128) {
+    return launch_dkv_kernel<DkvTraits<kType, 192, 128>>(p, inverse, delta, shape, stream);
+  }
+  if (p.dim > 64 || p.value_dim > 64) {
+    return launch_dkv_kernel<DkvTraits<kType, 128, 128>>(p, inverse, delta, shape, stream);
+  }
+  return launch_dkv_kernel<DkvTraits<kType, 64, 64>>(p, inverse, delta, shape, stream);
+}
+
+// Computes dK and dV. `delta` is [batch, queries, heads], see bwd_rows.cuh. The workspace holds
+// InverseLists(p, workspace).bytes bytes.
+inline cudaError_t launch_dkv(const SparseAttentionBwdParams& p, const TileLists& unions,
+                              const float* delta, void* workspace, cudaStream_t stream) {
+  const InverseLists inverse(p, workspace);
+  const StepShape shape(p.heads / p.groups);
+  if (!shape.covers(p.heads / p.groups)) return cudaErrorInvalidValue;
+  if (inverse.tiles == 0) return cudaSuccess;
+  const int step_entries = shape.entries;
+  DSA_RETURN_IF_CUDA_ERROR(build_inverse_lists(p, unions, inverse, step_entries, stream));
+  switch (p.dtype) {
+    case DType::kBF16:
+      return launch_dkv_dims<DType::kBF16>(p, inverse, delta, shape, stream);
+    case DType::kF16:
+      return launch_dkv_dims<DType::kF16>(p, inverse, delta, shape, stream);
+    default:
+      return cudaErrorInvalidValue;
+  }
+}
+
+}  // namespace jax_dsa::sparse_attention

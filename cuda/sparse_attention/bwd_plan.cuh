@@ -1,0 +1,99 @@
+// Traits, work items and shared memory of the dK and dV kernel of sparse attention. See
+// bwd_dkv.cuh.
+#pragma once
+
+#include "common/limits.h"
+#include "common/ring.cuh"
+#include "common/tile.cuh"
+#include "masked_attention/scores.cuh"
+#include "sparse_attention/bwd_inverse.cuh"
+
+namespace jax_dsa::sparse_attention {
+
+using masked_attention::HugeRow;
+using masked_attention::kHugeRow;
+
+inline constexpr int kRows = 64;       // rows of q and dout of a step
+inline constexpr int kSharedRows = 2;  // buffers of P
+
+// kD: maximum dim of queries and keys. kE: maximum dim of values.
+template <DType kType_, int kD_, int kE_>
+struct DkvTraits {
+  static constexpr DType kType = kType_;
+  static constexpr int kD = kD_, kE = kE_;
+  static constexpr int kDBlocks = kD / 64, kEBlocks = kE / 64;
+  // Whether K and V are read into registers. This halves what their products read from shared
+  // memory. With 256 dims, registers are scarce.
+  static constexpr bool kInRegisters = kD <= 192 && kE <= 128;
+  static constexpr int kStages = kD <= 64 ? 8 : kD <= 128 ? 5 : kD <= 192 ? 4 : 2;
+  // Warps that prepare the rows of steps. A warp must not wait for a stage to be freed twice, so
+  // there are no more of them than stages.
+  static constexpr int kPrepareWarps = kStages < 3 ? kStages : 3;
+  static constexpr int kThreads = 384;
+  static constexpr int kConsumerRegisters = 224, kProducerRegisters = 56;
+  static_assert(registers_fit(1, 2, kConsumerRegisters, kProducerRegisters));
+};
+
+// How the rows of q and dout that belong to an entry of an inverse list are divided into steps.
+// Usually a step has the rows of several entries, one per head. If a KV head has more than kRows
+// query heads, an entry has several steps.
+struct StepShape {
+  int heads;           // of an entry in a step
+  int entries;         // of a step
+  int steps_of_entry;  // 1 if heads are all heads of a KV head
+
+  __host__ __device__ explicit StepShape(int heads_per_group) {
+    steps_of_entry = ceil_div(heads_per_group, kRows);
+    heads = heads_per_group / steps_of_entry;
+    entries = kRows / heads;
+  }
+  // Returns whether the shape covers all heads.
+  bool covers(int heads_per_group) const { return heads * steps_of_entry == heads_per_group; }
+  __host__ __device__ int steps(int count) const {
+    return steps_of_entry > 1 ? count * steps_of_entry : ceil_div(count, entries);
+  }
+};
+
+// What a CTA processes next: a part of the list of a key tile.
+struct DkvItem {
+  int batch, group;
+  int key;      // the first key of the tile
+  int entries;  // 0 if no query sees the keys
+  int64_t first;
+  int part;
+  bool several;  // the tile has several parts
+  bool done;     // there are no more items
+  uint32_t* parts_added;  // see InverseLists
+};
+
+// Scores of a step with any of these flags need more work.
+enum DkvFlags { kSomeHidden = 1, kHugeRows = 2 };
+
+template <typename Tr>
+struct alignas(1024) DkvShared {
+  uint8_t k[Tr::kDBlocks][kBlockBytes];
+  uint8_t v[Tr::kEBlocks][kBlockBytes];
+  uint8_t q[Tr::kStages][Tr::kDBlocks][kBlockBytes];
+  uint8_t dout[Tr::kStages][Tr::kEBlocks][kBlockBytes];
+  uint8_t p[kSharedRows][kTile * kRows * 2];  // fragments of P, from warpgroup 0 to warpgroup 1
+  float lse[Tr::kStages][kRows];              // in log2 units; 0 for huge rows
+  float delta[Tr::kStages][kRows];
+  HugeRow huge_rows[Tr::kStages][kRows];
+  // Which rows see a key. The bits of a key are in the order that column_bit gives.
+  uint64_t seen[Tr::kStages][kTile];
+  uint64_t entry_columns[kRows];  // the columns of an entry of a step, in the same order
+  uint8_t flags[Tr::kStages];     // DkvFlags
+  DkvItem item;
+  uint64_t item_full, item_free, kv_full;
+  uint64_t full[Tr::kStages], free[Tr::kStages];
+  uint64_t p_full[kSharedRows], p_free[kSharedRows];
+};
+
+// Returns the place of a column (a row of q) among the 64 bits of a key. The lanes of a quad have
+// 16 bits each: a byte for their even columns and one for their odd columns, in descending order,
+// so that a shift by column / 8 brings the bits of both columns to the top of the bytes.
+__host__ __device__ constexpr int column_bit(int column) {
+  return column % 8 / 2 * 16 + column % 2 * 8 + 7 - column / 8;
+}
+
+}  // namespace jax_dsa::sparse_attention
