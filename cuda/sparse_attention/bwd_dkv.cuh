@@ -18,19 +18,17 @@
 // Warpgroups.
 //   0  MMA: S, P and dV. It passes P on in shared memory.
 //   1  MMA: dP, dS and dK
-//   2  producer: warp 0 takes items and issues TMA loads, warps 1-3 prepare lse, delta and the bits
-//      of hidden keys of the rows (bwd_producer.cuh)
+//   2  producer: copies rows of q and dout with cp.async, and prepares lse, delta and the bits of
+//      hidden keys (bwd_producer.cuh)
 // A warpgroup computes the exponentials of P, or dS, while the tensor cores work for the other.
 //
-// Rows of a step that belong to no entry are zeros or rows of the last entry, and P is 0 there. P
-// is also 0 for keys that a query does not see, whatever K holds.
+// Rows of a step that belong to no entry are zeros, and P is 0 there. P is also 0 for keys that a
+// query does not see, whatever K holds.
 //
 // Shared memory for D = E = 128 (bytes): K, V 32 Ki; Q, dO 5 stages x 32 Ki; P 2 x 8 Ki.
 #pragma once
 
-#include "common/launch.cuh"
 #include "common/wgmma.cuh"
-#include "masked_attention/launch.h"
 #include "sparse_attention/bwd_producer.cuh"
 
 namespace jax_dsa::sparse_attention {
@@ -38,23 +36,28 @@ namespace jax_dsa::sparse_attention {
 // Stores or adds a warp's 16 rows of a sum, multiplied by `factor`. `out` points to row lane / 4,
 // rows are `stride` floats apart, and `rows_left` counts rows from there.
 template <int kN>
-__device__ __forceinline__ void store_sums(float (&sum)[kN], float factor, float* out,
+__device__ __forceinline__ void store_sums(const float (&sum)[kN], float factor, float* out,
                                            int64_t stride, int rows_left, int columns, bool add) {
+  constexpr int kAtOnce = 16;  // pairs of floats that are loaded together
   const int column = thread_index() % 4 * 2;
-  const auto valid = [&](int i) { return i % 4 * 4 < rows_left && i / 4 * 8 + column < columns; };
   const auto at = [&](int i) { return out + i % 4 / 2 * 8 * stride + i / 4 * 8 + column; };
 #pragma unroll
-  for (int i = 0; i < kN; ++i) sum[i] *= factor;
-  if (add) {
+  for (int first = 0; first < kN; first += 2 * kAtOnce) {
+    float2 x[kAtOnce];
+    bool valid[kAtOnce];
 #pragma unroll
-    for (int i = 0; i < kN; i += 2) {
-      if (!valid(i)) continue;
-      const float2 x = __ldcg(reinterpret_cast<const float2*>(at(i)));
-      sum[i] += x.x, sum[i + 1] += x.y;
+    for (int n = 0; n < kAtOnce; ++n) {
+      const int i = first + 2 * n;
+      valid[n] = i % 4 * 4 < rows_left && i / 4 * 8 + column < columns;
+      x[n] = {0.f, 0.f};
+      if (add && valid[n]) x[n] = __ldcg(reinterpret_cast<const float2*>(at(i)));
+    }
+#pragma unroll
+    for (int n = 0; n < kAtOnce; ++n) {
+      const int i = first + 2 * n;
+      store_pair(at(i), x[n].x + sum[i] * factor, x[n].y + sum[i + 1] * factor, valid[n]);
     }
   }
-#pragma unroll
-  for (int i = 0; i < kN; i += 2) store_pair(at(i), sum[i], sum[i + 1], valid(i));
 }
 
 // The main loop of an MMA warpgroup: warpgroup 0 if kProbabilities, else warpgroup 1.
@@ -108,7 +111,7 @@ __device__ void consume(const SparseAttentionBwdParams& p, DkvShared<Tr>& shared
   // Processes one step, whose first product has been issued, and issues that of the next.
   const auto step = [&](bool accumulate, bool more) {
     const int at = uniform(ring.index), p_at = uniform(p_ring.index);
-    const int flags = shared.flags[at];
+    const int flags = uniform(shared.flags[at]);
     // Returns the values of the rows of scores i and i + 1.
     const auto of_rows = [&](const float (&x)[kRows], int i) {
       return *reinterpret_cast<const float2*>(&x[i / 4 * 8 + lane_now() % 4 * 2]);
@@ -175,12 +178,8 @@ __device__ void consume(const SparseAttentionBwdParams& p, DkvShared<Tr>& shared
     }
     wgmma_commit();
     ring.advance(), p_ring.advance();
-    if (more) {
-      start_scores(ring);
-      wgmma_wait<1>();
-    } else {
-      wgmma_wait<0>();
-    }
+    if (more) start_scores(ring);
+    wgmma_wait<0>();
     wgmma_pin(sum);
     arrive(&shared.free[at]);
   };
@@ -191,7 +190,7 @@ __device__ void consume(const SparseAttentionBwdParams& p, DkvShared<Tr>& shared
     const DkvItem item = shared.item;
     if (item.done) return;
     const StepShape shape(p.heads / p.groups);
-    const int steps = shape.steps(item.entries);
+    const int steps = uniform(shape.steps(item.entries));
     if (steps > 0) {
       mbarrier_wait(&shared.kv_full, kv_parity);
       kv_parity ^= 1;
@@ -237,17 +236,16 @@ template <typename Tr>
 __global__ void __launch_bounds__(Tr::kThreads, 1)
     dkv_kernel(const __grid_constant__ SparseAttentionBwdParams p,
                const __grid_constant__ InverseLists inverse, const float* delta,
-               const __grid_constant__ StepShape shape, const __grid_constant__ CUtensorMap q_map,
-               const __grid_constant__ CUtensorMap k_map, const __grid_constant__ CUtensorMap v_map,
-               const __grid_constant__ CUtensorMap dout_map) {
+               const __grid_constant__ StepShape shape, const __grid_constant__ CUtensorMap k_map,
+               const __grid_constant__ CUtensorMap v_map) {
   auto& shared = dynamic_shared<DkvShared<Tr>>();
   const int thread = threadIdx.x;
   if (thread == 0) {
     mbarrier_init(&shared.item_full, 1);
-    mbarrier_init(&shared.item_free, 8 + Tr::kPrepareWarps);
+    mbarrier_init(&shared.item_free, 12);
     mbarrier_init(&shared.kv_full, 1);
     for (int i = 0; i < Tr::kStages; ++i) {
-      mbarrier_init(&shared.full[i], 2);
+      mbarrier_init(&shared.full[i], 128 + 1);
       mbarrier_init(&shared.free[i], 8);
     }
     for (int i = 0; i < kSharedRows; ++i) {
@@ -263,17 +261,7 @@ __global__ void __launch_bounds__(Tr::kThreads, 1)
     }
     shared.entry_columns[thread] = columns;
   }
-  // No load writes the rows after those of the last entry of a step.
-  const int used = shape.entries * shape.heads, chunks = (kRows - used) * (128 / 16);
-  const uint32_t zeros[4] = {};
-  for (int i = thread; i < Tr::kStages * (Tr::kDBlocks + Tr::kEBlocks) * chunks;
-       i += Tr::kThreads) {
-    // The blocks of q and those of dout are adjacent.
-    store_shared_16(smem_address(shared.q) + i / chunks * kBlockBytes + used * 128 +
-                        i % chunks * 16,
-                    zeros);
-  }
-  fence_async_proxy();
+  if (thread < kRows) shared.entry_of_row[thread] = thread / shape.heads;
   __syncthreads();
   const int warpgroup = uniform(threadIdx.x / 128);
   if (warpgroup == 0) {
@@ -284,89 +272,7 @@ __global__ void __launch_bounds__(Tr::kThreads, 1)
     consume<Tr, false>(p, shared);
   } else {
     lower_registers<Tr::kProducerRegisters>();
-    const int warp = thread / 32 % 4;
-    if (warp == 0) {
-      load_steps<Tr>(p, inverse, shape, q_map, k_map, v_map, dout_map, shared);
-    } else if (warp <= Tr::kPrepareWarps) {
-      prepare_steps<Tr>(p, inverse, delta, shape, shared, warp - 1);
-    }
-  }
-}
-
-// Launches the kernels that build the inverse lists. A step of the main kernel has `step_entries`
-// entries.
-inline cudaError_t build_inverse_lists(const SparseAttentionBwdParams& p, const TileLists& unions,
-                                       const InverseLists& inverse, int step_entries,
-                                       cudaStream_t stream) {
-  const int64_t blocks = p.batch * p.groups * inverse.chunks;
-  if (blocks > INT32_MAX || inverse.tiles > INT32_MAX - kParts) return cudaErrorInvalidValue;
-  DSA_RETURN_IF_CUDA_ERROR(clear(inverse.cursors, inverse.tiles * inverse.chunks * 4, stream));
-  DSA_RETURN_IF_CUDA_ERROR(launch_blocks(inverse_kernel<false>, blocks, kInverseThreads,
-                                         kMaxTileQueries * 4, stream, p, unions, inverse));
-  DSA_RETURN_IF_CUDA_ERROR(launch_blocks(chunk_sums_kernel,
-                                         ceil_div(inverse.tiles, int64_t{kInverseThreads}),
-                                         kInverseThreads, 0, stream, inverse));
-  DSA_RETURN_IF_CUDA_ERROR(launch_blocks(plan_kernel, 1, kPlanThreads, kPlanThreads / 32 * 8,
-                                         stream, inverse, step_entries));
-  return launch_blocks(inverse_kernel<true>, blocks, kInverseThreads, kMaxTileQueries * 4, stream,
-                       p, unions, inverse);
-}
-
-template <typename Tr>
-cudaError_t launch_dkv_kernel(const SparseAttentionBwdParams& p, const InverseLists& inverse,
-                              const float* delta, const StepShape& shape, cudaStream_t stream) {
-  // A box of q or dout has all heads of a group, or as many as fit in a step, of one query.
-  const auto encode_queries = [&](CUtensorMap* map, const void* x, int dim) {
-    *map = {};
-    if (p.queries == 0) return cudaSuccess;
-    return encode_tensor_map(
-        map, masked_attention::map_type(p.dtype),
-        tensor_box<4>(2, x, {dim, p.heads, p.queries, p.batch}, {64, shape.heads, 1, 1}));
-  };
-  CUtensorMap q_map, k_map, v_map, dout_map;
-  DSA_RETURN_IF_CUDA_ERROR(encode_queries(&q_map, p.q, p.dim));
-  DSA_RETURN_IF_CUDA_ERROR(encode_queries(&dout_map, p.dout, p.value_dim));
-  DSA_RETURN_IF_CUDA_ERROR(masked_attention::encode_rows(&k_map, p.dtype, p.k, p.batch, p.keys,
-                                                         p.groups, p.dim, kTile));
-  DSA_RETURN_IF_CUDA_ERROR(masked_attention::encode_rows(&v_map, p.dtype, p.v, p.batch, p.keys,
-                                                         p.groups, p.value_dim, kTile));
-  return launch_persistent<DkvShared<Tr>>(dkv_kernel<Tr>, inverse.tiles + kParts, Tr::kThreads,
-                                          stream, p, inverse, delta, shape, q_map, k_map, v_map,
-                                          dout_map);
-}
-
-template <DType kType>
-cudaError_t launch_dkv_dims(const SparseAttentionBwdParams& p, const InverseLists& inverse,
-                            const float* delta, const StepShape& shape, cudaStream_t stream) {
-  if (p.dim > 192 || p.value_dim > 128) {
-    return launch_dkv_kernel<DkvTraits<kType, 256, 256>>(p, inverse, delta, shape, stream);
-  }
-  if (p.dim > 128) {
-    return launch_dkv_kernel<DkvTraits<kType, 192, 128>>(p, inverse, delta, shape, stream);
-  }
-  if (p.dim > 64 || p.value_dim > 64) {
-    return launch_dkv_kernel<DkvTraits<kType, 128, 128>>(p, inverse, delta, shape, stream);
-  }
-  return launch_dkv_kernel<DkvTraits<kType, 64, 64>>(p, inverse, delta, shape, stream);
-}
-
-// Computes dK and dV. `delta` is [batch, queries, heads], see bwd_rows.cuh. The workspace holds
-// InverseLists(p, workspace).bytes bytes.
-inline cudaError_t launch_dkv(const SparseAttentionBwdParams& p, const TileLists& unions,
-                              const float* delta, void* workspace, cudaStream_t stream) {
-  const InverseLists inverse(p, workspace);
-  const StepShape shape(p.heads / p.groups);
-  if (!shape.covers(p.heads / p.groups)) return cudaErrorInvalidValue;
-  if (inverse.tiles == 0) return cudaSuccess;
-  const int step_entries = shape.entries;
-  DSA_RETURN_IF_CUDA_ERROR(build_inverse_lists(p, unions, inverse, step_entries, stream));
-  switch (p.dtype) {
-    case DType::kBF16:
-      return launch_dkv_dims<DType::kBF16>(p, inverse, delta, shape, stream);
-    case DType::kF16:
-      return launch_dkv_dims<DType::kF16>(p, inverse, delta, shape, stream);
-    default:
-      return cudaErrorInvalidValue;
+    produce<Tr>(p, inverse, delta, shape, k_map, v_map, shared);
   }
 }
 

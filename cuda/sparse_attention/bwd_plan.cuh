@@ -26,11 +26,9 @@ struct DkvTraits {
   // memory. With 256 dims, registers are scarce.
   static constexpr bool kInRegisters = kD <= 192 && kE <= 128;
   static constexpr int kStages = kD <= 64 ? 8 : kD <= 128 ? 5 : kD <= 192 ? 4 : 2;
-  // Warps that prepare the rows of steps. A warp must not wait for a stage to be freed twice, so
-  // there are no more of them than stages.
-  static constexpr int kPrepareWarps = kStages < 3 ? kStages : 3;
   static constexpr int kThreads = 384;
-  static constexpr int kConsumerRegisters = 224, kProducerRegisters = 56;
+  static constexpr int kConsumerRegisters = kD <= 128 ? 208 : 216;
+  static constexpr int kProducerRegisters = kD <= 128 ? 88 : 72;
   static_assert(registers_fit(1, 2, kConsumerRegisters, kProducerRegisters));
 };
 
@@ -49,9 +47,16 @@ struct StepShape {
   }
   // Returns whether the shape covers all heads.
   bool covers(int heads_per_group) const { return heads * steps_of_entry == heads_per_group; }
+  // Returns the number of steps of a list of `count` entries.
   __host__ __device__ int steps(int count) const {
     return steps_of_entry > 1 ? count * steps_of_entry : ceil_div(count, entries);
   }
+  // Returns the place in the list of entry `i` of a step.
+  __device__ int entry(int step, int i) const {
+    return steps_of_entry > 1 ? step / steps_of_entry : step * entries + i;
+  }
+  // Returns the first head of a step within its group.
+  __device__ int first_head(int step) const { return step % steps_of_entry * heads; }
 };
 
 // What a CTA processes next: a part of the list of a key tile.
@@ -82,6 +87,7 @@ struct alignas(1024) DkvShared {
   // Which rows see a key. The bits of a key are in the order that column_bit gives.
   uint64_t seen[Tr::kStages][kTile];
   uint64_t entry_columns[kRows];  // the columns of an entry of a step, in the same order
+  uint8_t entry_of_row[kRows];    // the entry of a step that a row belongs to
   uint8_t flags[Tr::kStages];     // DkvFlags
   DkvItem item;
   uint64_t item_full, item_free, kv_full;

@@ -1,6 +1,7 @@
 // The producer warpgroup of the dK and dV kernel of sparse attention. See bwd_dkv.cuh.
 #pragma once
 
+#include "common/gather.cuh"
 #include "common/tma.cuh"
 #include "sparse_attention/bwd_plan.cuh"
 
@@ -24,162 +25,175 @@ __device__ inline DkvItem item_at(const SparseAttentionBwdParams& p, const Inver
           .parts_added = inverse.parts_added + int64_t{item.tile} * 8};
 }
 
-// Load warp: takes work items and issues the TMA loads of their steps.
+// Takes the next work item, shares it with all warps, and loads K and V. One warp calls this.
 template <typename Tr>
-__device__ void load_steps(const SparseAttentionBwdParams& p, const InverseLists& inverse,
-                           const StepShape& shape, const CUtensorMap& q_map,
-                           const CUtensorMap& k_map, const CUtensorMap& v_map,
-                           const CUtensorMap& dout_map, DkvShared<Tr>& shared) {
-  const int lane = thread_index() % 32;
-  const int row_bytes = shape.heads * 128;
-  RingPlace<Tr::kStages> ring = {0, 1};
-  for (uint32_t parity = 1;; parity ^= 1) {
-    unsigned index = 0;
-    if (lane == 0) index = atomicAdd(&inverse.plan->next_item, 1u);
-    const DkvItem item = item_at(p, inverse, __shfl_sync(~0u, index, 0));
-    mbarrier_wait(&shared.item_free, parity);
-    if (lane == 0) {
-      shared.item = item;
-      mbarrier_arrive(&shared.item_full);
-      if (item.entries > 0) {
-        mbarrier_arrive_expect(&shared.kv_full, (Tr::kDBlocks + Tr::kEBlocks) * kBlockBytes);
-        for (int block = 0; block < Tr::kDBlocks; ++block) {
-          tma_load(shared.k[block], &k_map, &shared.kv_full, block * 64, item.group, item.key,
-                   item.batch);
-        }
-        for (int block = 0; block < Tr::kEBlocks; ++block) {
-          tma_load(shared.v[block], &v_map, &shared.kv_full, block * 64, item.group, item.key,
-                   item.batch);
-        }
+__device__ void take_item(const SparseAttentionBwdParams& p, const InverseLists& inverse,
+                          const CUtensorMap& k_map, const CUtensorMap& v_map,
+                          DkvShared<Tr>& shared, uint32_t parity) {
+  if (thread_index() % 32 == 0) {
+    const DkvItem item = item_at(p, inverse, atomicAdd(&inverse.plan->next_item, 1u));
+    mbarrier_wait(&shared.item_free, parity ^ 1);
+    shared.item = item;
+    mbarrier_arrive(&shared.item_full);
+    if (item.entries > 0) {
+      mbarrier_arrive_expect(&shared.kv_full, (Tr::kDBlocks + Tr::kEBlocks) * kBlockBytes);
+      for (int block = 0; block < Tr::kDBlocks; ++block) {
+        tma_load(shared.k[block], &k_map, &shared.kv_full, block * 64, item.group, item.key,
+                 item.batch);
       }
-    }
-    if (item.done) return;
-    // A step after the last entry repeats that entry, so that all rows are finite.
-    const auto query_of = [&](int step, int i) {
-      const int entry = shape.steps_of_entry > 1 ? step / shape.steps_of_entry
-                                                 : step * shape.entries + i;
-      return inverse.queries[item.first + min(entry, item.entries - 1)];
-    };
-    const int steps = shape.steps(item.entries);
-    int queries[2] = {}, next[2] = {};
-    const auto fetch = [&](int step) {
-      next[0] = query_of(step, lane);
-      if (shape.entries > 32) next[1] = query_of(step, lane + 32);
-    };
-    if (steps > 0) fetch(0);
-    for (int step = 0; step < steps; ++step) {
-      const int at = ring.index;
-      queries[0] = next[0], queries[1] = next[1];
-      if (step + 1 < steps) fetch(step + 1);
-      const int head = item.group * shape.heads * shape.steps_of_entry +
-                       step % shape.steps_of_entry * shape.heads;
-      mbarrier_wait(&shared.free[at], ring.parity);
-      if (lane == 0) {
-        mbarrier_arrive_expect(&shared.full[at],
-                               shape.entries * row_bytes * (Tr::kDBlocks + Tr::kEBlocks));
+      for (int block = 0; block < Tr::kEBlocks; ++block) {
+        tma_load(shared.v[block], &v_map, &shared.kv_full, block * 64, item.group, item.key,
+                 item.batch);
       }
-      __syncwarp();
-#pragma unroll
-      for (int i = 0; i < 2; ++i) {
-        const int entry = lane + 32 * i;
-        if (entry >= shape.entries) break;
-        for (int block = 0; block < Tr::kDBlocks; ++block) {
-          tma_load(shared.q[at][block] + entry * row_bytes, &q_map, &shared.full[at], block * 64,
-                   head, queries[i], item.batch);
-        }
-        for (int block = 0; block < Tr::kEBlocks; ++block) {
-          tma_load(shared.dout[at][block] + entry * row_bytes, &dout_map, &shared.full[at],
-                   block * 64, head, queries[i], item.batch);
-        }
-      }
-      ring.advance();
     }
   }
+  __syncwarp();
 }
 
-// The other warps take steps in turn. They write what each row needs: lse, delta, and which keys it
-// sees.
+// What the MMA warpgroups need to know of the rows of a step. A lane has two rows and two entries.
+struct StepRows {
+  float max_logit[2], log_sum[2], delta[2];
+  uint64_t keys[2];  // the keys that the entries see
+  bool hidden;       // some row does not see all keys
+
+  // Loads it. `entry_of` returns the place in the list of an entry of the step, and `first` is the
+  // first row of q of head `head` of the batch entry.
+  template <typename Tr, typename EntryOf>
+  __device__ StepRows(const SparseAttentionBwdParams& p, const InverseLists& inverse,
+                      const float* delta_of, const StepShape& shape, const DkvShared<Tr>& shared,
+                      const DkvItem& item, int64_t first, EntryOf entry_of) {
+    const int lane = thread_index() % 32;
+    bool all = shape.entries * shape.heads == kRows;
+#pragma unroll
+    for (int i = 0; i < 2; ++i) {
+      const int row = lane + 32 * i, own = shared.entry_of_row[row], n = entry_of(own);
+      const bool exists = own < shape.entries && n < item.entries;
+      const int query = load_now(inverse.queries + item.first + n, exists, 0);
+      const int64_t at = first + int64_t{query} * p.heads + row - own * shape.heads;
+      max_logit[i] = load_now(p.max_logit + at, exists, -INFINITY);
+      log_sum[i] = load_now(p.log_sum + at, exists, 0.f);
+      delta[i] = load_now(delta_of + at, exists, 0.f);
+      const int entry = entry_of(row);
+      const bool listed = row < shape.entries && entry < item.entries;
+      uint32_t x[2];
+      load_8_now(inverse.keys + item.first + entry, listed, x);
+      keys[i] = uint64_t{x[1]} << 32 | x[0];
+      all = all && (row >= shape.entries || keys[i] == ~uint64_t{0});
+    }
+    hidden = !__all_sync(~0u, all);
+  }
+
+  // Writes it to the stage `at`.
+  template <typename Tr>
+  __device__ void store(const StepShape& shape, DkvShared<Tr>& shared, int at) const {
+    const int lane = thread_index() % 32;
+    HugeRow huge_rows[2];
+    bool any_huge = false;
+#pragma unroll
+    for (int i = 0; i < 2; ++i) {
+      const bool empty = max_logit[i] == -INFINITY;
+      const bool huge = fabsf(max_logit[i]) * kLog2E > kHugeRow && !empty;
+      const float lse = huge ? 0.f : (max_logit[i] + log_sum[i]) * kLog2E;
+      shared.lse[at][lane + 32 * i] = empty ? INFINITY : lse;
+      shared.delta[at][lane + 32 * i] = delta[i];
+      huge_rows[i] = huge ? HugeRow{max_logit[i], log_sum[i]} : HugeRow{0.f, 0.f};
+      any_huge = any_huge || huge;
+    }
+    any_huge = __any_sync(~0u, any_huge);
+    if (any_huge) {
+      for (int i = 0; i < 2; ++i) shared.huge_rows[at][lane + 32 * i] = huge_rows[i];
+    }
+    if (hidden) {
+      uint64_t seen[2] = {};
+#pragma unroll 1
+      for (int entry = 0; entry < shape.entries; ++entry) {
+        const uint64_t x = __shfl_sync(~0u, entry < 32 ? keys[0] : keys[1], entry % 32);
+        const uint64_t columns = shared.entry_columns[entry];
+        if (x >> lane & 1) seen[0] |= columns;
+        if (x >> lane >> 32 & 1) seen[1] |= columns;
+      }
+      shared.seen[at][lane] = seen[0], shared.seen[at][lane + 32] = seen[1];
+    }
+    if (lane == 0) shared.flags[at] = (hidden ? kSomeHidden : 0) | (any_huge ? kHugeRows : 0);
+  }
+};
+
+// All warps copy the rows of q and dout of all steps. They take turns in preparing the rest of what
+// the MMA warpgroups need.
 template <typename Tr>
-__device__ void prepare_steps(const SparseAttentionBwdParams& p, const InverseLists& inverse,
-                              const float* delta, const StepShape& shape, DkvShared<Tr>& shared,
-                              int warp) {
-  const int lane = thread_index() % 32;
+__device__ void produce(const SparseAttentionBwdParams& p, const InverseLists& inverse,
+                        const float* delta, const StepShape& shape, const CUtensorMap& k_map,
+                        const CUtensorMap& v_map, DkvShared<Tr>& shared) {
+  const int lane = thread_index() % 32, warp = thread_index() / 32 % 4;
+  const int chunk = lane % 8, sub = lane / 8;
+  const uint64_t keep = l2_policy_evict_last();
+  const Gather gather(warp, sub, chunk);
   RingPlace<Tr::kStages> ring = {0, 1};
   int turn = 0;
   for (uint32_t parity = 0;; parity ^= 1) {
+    if (warp == 0) take_item(p, inverse, k_map, v_map, shared, parity);
     mbarrier_wait(&shared.item_full, parity);
     const DkvItem item = shared.item;
     __syncwarp();
     if (lane == 0) mbarrier_arrive(&shared.item_free);
     if (item.done) return;
     const int steps = shape.steps(item.entries);
-    for (int step = 0; step < steps; ++step, ring.advance()) {
-      const bool mine = turn == warp;
-      turn = turn + 1 < Tr::kPrepareWarps ? turn + 1 : 0;
-      if (!mine) continue;
-      int query[2] = {};
-      uint64_t keys[2] = {};
-      bool all = shape.entries * shape.heads == kRows;
+    int next[4] = {};  // the queries of this thread's rows in the next step, or -1
+    const auto fetch = [&](int step) {
 #pragma unroll
-      for (int i = 0; i < 2; ++i) {
-        const int entry = lane + 32 * i;
-        if (entry >= shape.entries) continue;
-        const int n = shape.steps_of_entry > 1 ? step / shape.steps_of_entry
-                                               : step * shape.entries + entry;
-        query[i] = inverse.queries[item.first + min(n, item.entries - 1)];
-        if (n < item.entries) keys[i] = inverse.keys[item.first + n];
-        all = all && keys[i] == ~uint64_t{0};
+      for (int i = 0; i < 4; ++i) {
+        const int own = shared.entry_of_row[Gather::row(warp, i, sub)];
+        const int n = shape.entry(step, own);
+        next[i] = load_now(inverse.queries + item.first + n,
+                           own < shape.entries && n < item.entries, -1);
       }
-      const bool hidden = !__all_sync(~0u, all);
-      const int head = item.group * shape.heads * shape.steps_of_entry +
-                       step % shape.steps_of_entry * shape.heads;
-      float max_logit[2], log_sum[2], row_delta[2];
-#pragma unroll
-      for (int i = 0; i < 2; ++i) {
-        const int row = lane + 32 * i, entry = row / shape.heads;
-        const int first = __shfl_sync(~0u, query[0], entry % 32);
-        const int second = __shfl_sync(~0u, query[1], entry % 32);
-        const bool exists = entry < shape.entries;
-        const int64_t at = (item.batch * p.queries + (entry < 32 ? first : second)) * p.heads +
-                           head + row - entry * shape.heads;
-        max_logit[i] = exists ? p.max_logit[at] : -INFINITY;
-        log_sum[i] = exists ? p.log_sum[at] : 0.f;
-        row_delta[i] = exists ? delta[at] : 0.f;
-      }
+    };
+    if (steps > 0) fetch(0);
+#pragma unroll 1
+    for (int step = 0; step < steps; ++step) {
       const int at = ring.index;
-      mbarrier_wait(&shared.free[at], ring.parity);
-      bool huge[2];
+      const int head = item.group * shape.heads * shape.steps_of_entry + shape.first_head(step);
+      const int64_t first = item.batch * p.queries * p.heads + head;
+      int64_t rows[4];  // rows of q and dout
+      bool valid[4];
 #pragma unroll
-      for (int i = 0; i < 2; ++i) {
-        const bool empty = max_logit[i] == -INFINITY;
-        huge[i] = fabsf(max_logit[i]) * kLog2E > kHugeRow && !empty;
-        const float lse = huge[i] ? 0.f : (max_logit[i] + log_sum[i]) * kLog2E;
-        shared.lse[at][lane + 32 * i] = empty ? INFINITY : lse;
-        shared.delta[at][lane + 32 * i] = row_delta[i];
+      for (int i = 0; i < 4; ++i) {
+        const int row = Gather::row(warp, i, sub);
+        valid[i] = next[i] >= 0;
+        rows[i] = first + int64_t{next[i]} * p.heads + row -
+                  shared.entry_of_row[row] * shape.heads;
       }
-      const bool any_huge = __any_sync(~0u, huge[0] || huge[1]);
-      if (any_huge) {
+      if (step + 1 < steps) fetch(step + 1);
+      const auto copy = [&]<int kBlocks>(const void* x, int dim, uint8_t (&to)[kBlocks][kBlockBytes]) {
 #pragma unroll
-        for (int i = 0; i < 2; ++i) {
-          shared.huge_rows[at][lane + 32 * i] =
-              huge[i] ? HugeRow{max_logit[i], log_sum[i]} : HugeRow{0.f, 0.f};
+        for (int i = 0; i < 4; ++i) {
+          const char* const from = static_cast<const char*>(x) + rows[i] * dim * 2 + chunk * 16;
+#pragma unroll
+          for (int block = 0; block < kBlocks; ++block) {
+            cp_async_16(whole_sum(smem_address(to), gather.offset[i % 2]) + block * kBlockBytes +
+                            i / 2 * 4096,
+                        from + block * 128, valid[i] && block * 64 + chunk * 8 < dim, keep);
+          }
         }
+      };
+      const auto copy_all = [&] {
+        mbarrier_wait(&shared.free[at], ring.parity);
+        copy(p.q, p.dim, shared.q[at]);
+        copy(p.dout, p.value_dim, shared.dout[at]);
+        cp_async_arrive(&shared.full[at]);
+      };
+      if (turn == warp) {
+        const StepRows own(p, inverse, delta, shape, shared, item, first,
+                           [&](int i) { return shape.entry(step, i); });
+        copy_all();
+        own.store(shape, shared, at);
+        __syncwarp();
+        if (lane == 0) mbarrier_arrive(&shared.full[at]);
+      } else {
+        copy_all();
       }
-      if (hidden) {
-        uint64_t seen[2] = {};
-        for (int entry = 0; entry < shape.entries; ++entry) {
-          const uint64_t x = __shfl_sync(~0u, entry < 32 ? keys[0] : keys[1], entry % 32);
-          const uint64_t columns = shared.entry_columns[entry];
-          if (x >> lane & 1) seen[0] |= columns;
-          if (x >> lane >> 32 & 1) seen[1] |= columns;
-        }
-        shared.seen[at][lane] = seen[0], shared.seen[at][lane + 32] = seen[1];
-      }
-      if (lane == 0) {
-        shared.flags[at] = (hidden ? kSomeHidden : 0) | (any_huge ? kHugeRows : 0);
-      }
-      __syncwarp();
-      if (lane == 0) mbarrier_arrive(&shared.full[at]);
+      turn = (turn + 1) % 4;
+      ring.advance();
     }
   }
 }

@@ -1,7 +1,6 @@
 // Tests the sparse attention backward kernels of dK and dV on the emulator against float64.
 #include "problems/sparse_attention_problem.h"
-#include "sparse_attention/bwd_dkv.cuh"
-#include "sparse_attention/bwd_rows.cuh"
+#include "sparse_attention/bwd.cu"
 
 namespace {
 
