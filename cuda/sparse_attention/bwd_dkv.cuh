@@ -109,7 +109,7 @@ __device__ void consume(const SparseAttentionBwdParams& p, DkvShared<Tr>& shared
   };
 
   // Processes one step, whose first product has been issued, and issues that of the next.
-  const auto step = [&](bool accumulate, bool more) {
+  const auto step = [&](bool more) {
     const int at = uniform(ring.index), p_at = uniform(p_ring.index);
     const int flags = uniform(shared.flags[at]);
     // Returns the values of the rows of scores i and i + 1.
@@ -150,31 +150,28 @@ __device__ void consume(const SparseAttentionBwdParams& p, DkvShared<Tr>& shared
       arrive(&shared.p_full[p_at]);
     } else {
       mbarrier_wait(&shared.p_full[p_at], p_ring.parity);
+      const bool hidden = flags & kSomeHidden;
 #pragma unroll
-      for (int k = 0; k < kSteps; ++k) load_shared_16(p_address + k * (128 * 16), packed[k]);
-      arrive(&shared.p_free[p_at]);
-      if (flags & kSomeHidden) {  // dP of hidden keys is undefined, and 0 * NaN is NaN
+      for (int k = 0; k < kSteps; ++k) {
+        load_shared_16(p_address + k * (128 * 16), packed[k]);
 #pragma unroll
-        for (int i = 0; i < kScores; i += 2) {
-          const float2 x = unpack_16<Tr::kType>(packed[i / 8][i / 2 % 4]);
-          s[i] = x.x == 0.f ? 0.f : s[i], s[i + 1] = x.y == 0.f ? 0.f : s[i + 1];
+        for (int j = 0; j < 4; ++j) {
+          const int i = 8 * k + 2 * j;
+          const float2 delta = of_rows(shared.delta[at], i);
+          const float2 dp = {s[i] - delta.x, s[i + 1] - delta.y};
+          const float2 ds =
+              masked_attention::score_gradients(unpack_16<Tr::kType>(packed[k][j]), dp, hidden);
+          packed[k][j] = pack_16<Tr::kType>(ds.x, ds.y);
         }
       }
-#pragma unroll
-      for (int i = 0; i < kScores; i += 2) {
-        const float2 delta = of_rows(shared.delta[at], i);
-        const float2 x = unpack_16<Tr::kType>(packed[i / 8][i / 2 % 4]);
-        packed[i / 8][i / 2 % 4] =
-            pack_16<Tr::kType>(x.x * (s[i] - delta.x), x.y * (s[i + 1] - delta.y));
-      }
+      arrive(&shared.p_free[p_at]);
     }
     wgmma_pin(packed);
     const uint64_t rows = mn_major_descriptor(second_rows(at), kBlockBytes);
     wgmma_fence();
 #pragma unroll
     for (int k = 0; k < kSteps; ++k) {
-      wgmma_16<Tr::kType, kMNMajor>(sum, packed[k], rows + k * (16 * 128 / 16),
-                                    k > 0 || accumulate);
+      wgmma_16<Tr::kType, kMNMajor>(sum, packed[k], rows + k * (16 * 128 / 16), true);
     }
     wgmma_commit();
     ring.advance(), p_ring.advance();
@@ -184,16 +181,14 @@ __device__ void consume(const SparseAttentionBwdParams& p, DkvShared<Tr>& shared
     arrive(&shared.free[at]);
   };
 
-  uint32_t kv_parity = 0;
   for (uint32_t parity = 0;; parity ^= 1) {
-    mbarrier_wait(&shared.item_full, parity);
-    const DkvItem item = shared.item;
+    mbarrier_wait(&shared.kv_full, parity);
+    DkvItem item = shared.item;
     if (item.done) return;
-    const StepShape shape(p.heads / p.groups);
-    const int steps = uniform(shape.steps(item.entries));
+    const int steps = uniform(item.steps);
+#pragma unroll
+    for (float& x : sum) x = 0.f;
     if (steps > 0) {
-      mbarrier_wait(&shared.kv_full, kv_parity);
-      kv_parity ^= 1;
       if constexpr (Tr::kInRegisters) {
         const int lane = lane_now(), row = warp_now() * 16 + lane % 16;
 #pragma unroll
@@ -205,8 +200,9 @@ __device__ void consume(const SparseAttentionBwdParams& p, DkvShared<Tr>& shared
         arrive(&shared.item_free);
       }
       start_scores(ring);
-      for (int i = 0; i < steps; ++i) step(i > 0, i + 1 < steps);
+      for (int left = steps; left > 0; --left) step(left > 1);
     }
+    if constexpr (!Tr::kInRegisters) item = shared.item;  // so that it needs no registers above
     if (!Tr::kInRegisters || steps == 0) arrive(&shared.item_free);
 
     const int dim = kProbabilities ? p.value_dim : p.dim;
@@ -214,10 +210,6 @@ __device__ void consume(const SparseAttentionBwdParams& p, DkvShared<Tr>& shared
     float* const out =
         (kProbabilities ? p.dv : p.dk) +
         ((item.batch * p.keys + row) * p.groups + item.group) * dim;
-    if (steps == 0) {
-#pragma unroll
-      for (float& x : sum) x = 0.f;
-    }
     uint32_t* const parts_added = item.parts_added + thread_index() / 32;
     if (item.part > 0) {
       if (lane_now() == 0) counter_wait(parts_added, item.part);

@@ -63,8 +63,9 @@ struct StepShape {
 struct DkvItem {
   int batch, group;
   int key;      // the first key of the tile
-  int entries;  // 0 if no query sees the keys
-  int64_t first;
+  int steps;    // 0 if no query sees the keys
+  int entries;
+  int64_t first;  // the first entry
   int part;
   bool several;  // the tile has several parts
   bool done;     // there are no more items
@@ -90,7 +91,8 @@ struct alignas(1024) DkvShared {
   uint8_t entry_of_row[kRows];    // the entry of a step that a row belongs to
   uint8_t flags[Tr::kStages];     // DkvFlags
   DkvItem item;
-  uint64_t item_full, item_free, kv_full;
+  uint64_t item_full, item_free;
+  uint64_t kv_full;  // K and V of the item are loaded, if it needs them
   uint64_t full[Tr::kStages], free[Tr::kStages];
   uint64_t p_full[kSharedRows], p_free[kSharedRows];
 };

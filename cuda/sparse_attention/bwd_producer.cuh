@@ -9,16 +9,18 @@ namespace jax_dsa::sparse_attention {
 
 // Returns the work item with number `index`.
 __device__ inline DkvItem item_at(const SparseAttentionBwdParams& p, const InverseLists& inverse,
-                                  unsigned index) {
+                                  const StepShape& shape, unsigned index) {
   const InversePlan plan = *inverse.plan;
   if (index >= plan.items) return {.done = true};
   const InverseItem item = inverse.items[index];
   const int pair = item.tile / inverse.key_tiles, before = item.part * plan.part_entries;
   const int count = inverse.counts[item.tile];
+  const int entries = min(count - before, plan.part_entries);
   return {.batch = pair / p.groups,
           .group = pair % p.groups,
           .key = item.tile % inverse.key_tiles * kTile,
-          .entries = min(count - before, plan.part_entries),
+          .steps = shape.steps(entries),
+          .entries = entries,
           .first = inverse.starts[item.tile] + before,
           .part = item.part,
           .several = count > plan.part_entries,
@@ -28,14 +30,16 @@ __device__ inline DkvItem item_at(const SparseAttentionBwdParams& p, const Inver
 // Takes the next work item, shares it with all warps, and loads K and V. One warp calls this.
 template <typename Tr>
 __device__ void take_item(const SparseAttentionBwdParams& p, const InverseLists& inverse,
-                          const CUtensorMap& k_map, const CUtensorMap& v_map,
-                          DkvShared<Tr>& shared, uint32_t parity) {
+                          const StepShape& shape, const CUtensorMap& k_map,
+                          const CUtensorMap& v_map, DkvShared<Tr>& shared, uint32_t parity) {
   if (thread_index() % 32 == 0) {
-    const DkvItem item = item_at(p, inverse, atomicAdd(&inverse.plan->next_item, 1u));
+    const DkvItem item = item_at(p, inverse, shape, atomicAdd(&inverse.plan->next_item, 1u));
     mbarrier_wait(&shared.item_free, parity ^ 1);
     shared.item = item;
     mbarrier_arrive(&shared.item_full);
-    if (item.entries > 0) {
+    if (item.steps == 0) {
+      mbarrier_arrive(&shared.kv_full);
+    } else {
       mbarrier_arrive_expect(&shared.kv_full, (Tr::kDBlocks + Tr::kEBlocks) * kBlockBytes);
       for (int block = 0; block < Tr::kDBlocks; ++block) {
         tma_load(shared.k[block], &k_map, &shared.kv_full, block * 64, item.group, item.key,
@@ -61,7 +65,7 @@ struct StepRows {
   template <typename Tr, typename EntryOf>
   __device__ StepRows(const SparseAttentionBwdParams& p, const InverseLists& inverse,
                       const float* delta_of, const StepShape& shape, const DkvShared<Tr>& shared,
-                      const DkvItem& item, int64_t first, EntryOf entry_of) {
+                      const DkvItem& item, int first, EntryOf entry_of) {
     const int lane = thread_index() % 32;
     bool all = shape.entries * shape.heads == kRows;
 #pragma unroll
@@ -69,7 +73,7 @@ struct StepRows {
       const int row = lane + 32 * i, own = shared.entry_of_row[row], n = entry_of(own);
       const bool exists = own < shape.entries && n < item.entries;
       const int query = load_now(inverse.queries + item.first + n, exists, 0);
-      const int64_t at = first + int64_t{query} * p.heads + row - own * shape.heads;
+      const int at = first + query * p.heads + row - own * shape.heads;
       max_logit[i] = load_now(p.max_logit + at, exists, -INFINITY);
       log_sum[i] = load_now(p.log_sum + at, exists, 0.f);
       delta[i] = load_now(delta_of + at, exists, 0.f);
@@ -131,13 +135,12 @@ __device__ void produce(const SparseAttentionBwdParams& p, const InverseLists& i
   RingPlace<Tr::kStages> ring = {0, 1};
   int turn = 0;
   for (uint32_t parity = 0;; parity ^= 1) {
-    if (warp == 0) take_item(p, inverse, k_map, v_map, shared, parity);
+    if (warp == 0) take_item(p, inverse, shape, k_map, v_map, shared, parity);
     mbarrier_wait(&shared.item_full, parity);
     const DkvItem item = shared.item;
     __syncwarp();
     if (lane == 0) mbarrier_arrive(&shared.item_free);
     if (item.done) return;
-    const int steps = shape.steps(item.entries);
     int next[4] = {};  // the queries of this thread's rows in the next step, or -1
     const auto fetch = [&](int step) {
 #pragma unroll
@@ -148,26 +151,26 @@ __device__ void produce(const SparseAttentionBwdParams& p, const InverseLists& i
                            own < shape.entries && n < item.entries, -1);
       }
     };
-    if (steps > 0) fetch(0);
+    if (item.steps > 0) fetch(0);
 #pragma unroll 1
-    for (int step = 0; step < steps; ++step) {
+    for (int step = 0; step < item.steps; ++step) {
       const int at = ring.index;
       const int head = item.group * shape.heads * shape.steps_of_entry + shape.first_head(step);
-      const int64_t first = item.batch * p.queries * p.heads + head;
-      int64_t rows[4];  // rows of q and dout
+      const int first = static_cast<int>(item.batch * p.queries * p.heads) + head;
+      int rows[4];  // rows of q and dout
       bool valid[4];
 #pragma unroll
       for (int i = 0; i < 4; ++i) {
         const int row = Gather::row(warp, i, sub);
         valid[i] = next[i] >= 0;
-        rows[i] = first + int64_t{next[i]} * p.heads + row -
+        rows[i] = first + next[i] * p.heads + row -
                   shared.entry_of_row[row] * shape.heads;
       }
-      if (step + 1 < steps) fetch(step + 1);
+      if (step + 1 < item.steps) fetch(step + 1);
       const auto copy = [&]<int kBlocks>(const void* x, int dim, uint8_t (&to)[kBlocks][kBlockBytes]) {
 #pragma unroll
         for (int i = 0; i < 4; ++i) {
-          const char* const from = static_cast<const char*>(x) + rows[i] * dim * 2 + chunk * 16;
+          const char* const from = static_cast<const char*>(x) + int64_t{rows[i]} * (dim * 2) + chunk * 16;
 #pragma unroll
           for (int block = 0; block < kBlocks; ++block) {
             cp_async_16(whole_sum(smem_address(to), gather.offset[i % 2]) + block * kBlockBytes +
