@@ -79,6 +79,18 @@ inline constexpr int64_t kDims[] = {64, 128, 256};  // of keys, and of values of
 inline constexpr int64_t kMaxRows = kInt32Max - 64;
 }  // namespace mqa_decode
 
+namespace sparse_attention {
+inline constexpr int64_t kBlockSizes[] = {1, 4, 16, 32, 64, 128};
+inline constexpr int64_t kMaxDim = masked_attention::kMaxDim;
+inline constexpr int64_t kDimMultiple = masked_attention::kDimMultiple;
+inline constexpr int64_t kMaxLength = masked_attention::kMaxLength;
+inline constexpr int64_t kMaxGroupHeads = 32;
+// Queries and heads of one KV head that a work tile consists of, and the slots of its queries,
+// including those of forced blocks.
+inline constexpr int64_t kTileRows = 128;
+inline constexpr int64_t kMaxTileSlots = 16384;
+}  // namespace sparse_attention
+
 namespace sparse_mla {
 inline constexpr int64_t kDims[] = {576, 512};
 inline constexpr int64_t kValueDim = kMlaValueDim;

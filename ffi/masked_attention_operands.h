@@ -3,19 +3,13 @@
 
 #include <string>
 
+#include "ffi/attention_operands.h"
 #include "ffi/common.h"
 #include "ffi/limits.h"
 #include "ffi/mask_operands.h"
 #include "masked_attention/masked_attention.h"
 
 namespace jax_dsa {
-
-// Fails unless x has the dtype of q and this shape.
-inline ffi::Error check_like_q(const char* op, const char* name, const AnyBuffer& x,
-                               const AnyBuffer& q, std::initializer_list<int64_t> dims) {
-  DSA_FFI_RETURN_IF_ERROR(check_dtype(op, name, x.element_type(), {q.element_type()}));
-  return check_shape(op, name, x.dimensions(), dims);
-}
 
 // Checks the shape of the bias or of its gradient: [B or 1, N or G or 1, T or 1, S rounded up to a
 // multiple of 8].
@@ -46,42 +40,15 @@ template <typename Params>
 ffi::Error read_operands(const char* op, const AnyBuffer& q, const AnyBuffer& k, const AnyBuffer& v,
                          const MaskOperands& mask, const AnyBuffer& bias, float scale,
                          float softcap, Params* params) {
-  namespace limits = ::jax_dsa::limits::masked_attention;
-  DSA_FFI_RETURN_IF_ERROR(check_dtype(op, "q", q.element_type(), {DataType::BF16, DataType::F16}));
-  DSA_FFI_RETURN_IF_ERROR(check_rank(op, "q", q.dimensions(), {"B", "T", "N", "D"}));
-  DSA_FFI_RETURN_IF_ERROR(check_rank(op, "k", k.dimensions(), {"B", "S", "G", "D"}));
-  DSA_FFI_RETURN_IF_ERROR(check_rank(op, "v", v.dimensions(), {"B", "S", "G", "E"}));
-  const int64_t batch = q.dimensions()[0], queries = q.dimensions()[1], heads = q.dimensions()[2];
-  const int64_t dim = q.dimensions()[3], keys = k.dimensions()[1], groups = k.dimensions()[2];
-  const int64_t value_dim = v.dimensions()[3];
-  DSA_FFI_RETURN_IF_ERROR(check_like_q(op, "k", k, q, {batch, keys, groups, dim}));
-  DSA_FFI_RETURN_IF_ERROR(check_like_q(op, "v", v, q, {batch, keys, groups, value_dim}));
-  DSA_FFI_RETURN_IF_ERROR(check_groups(op, heads, groups));
-  DSA_FFI_RETURN_IF_ERROR(check_range(op, "N", heads, 0, ::jax_dsa::limits::kInt32Max));
-  DSA_FFI_RETURN_IF_ERROR(check_range(op, "B", batch, 0, limits::kMaxLength));
-  DSA_FFI_RETURN_IF_ERROR(check_range(op, "T", queries, 0, limits::kMaxLength));
-  DSA_FFI_RETURN_IF_ERROR(check_range(op, "S", keys, 0, limits::kMaxLength));
-  DSA_FFI_RETURN_IF_ERROR(check_range(op, "D", dim, 1, limits::kMaxDim));
-  DSA_FFI_RETURN_IF_ERROR(check_range(op, "E", value_dim, 1, limits::kMaxDim));
-  DSA_FFI_RETURN_IF_ERROR(check_multiple(op, "D", dim, limits::kDimMultiple));
-  DSA_FFI_RETURN_IF_ERROR(check_multiple(op, "E", value_dim, limits::kDimMultiple));
-  params->q = q.untyped_data();
-  params->k = k.untyped_data();
-  params->v = v.untyped_data();
-  params->batch = batch;
-  params->queries = queries;
-  params->keys = keys;
-  params->heads = static_cast<int>(heads);
-  params->groups = static_cast<int>(groups);
-  params->dim = static_cast<int>(dim);
-  params->value_dim = static_cast<int>(value_dim);
-  params->dtype = q.element_type() == DataType::BF16 ? DType::kBF16 : DType::kF16;
+  DSA_FFI_RETURN_IF_ERROR(read_qkv(op, q, k, v, params));
   params->scale = scale;
   params->softcap = softcap;
   DSA_FFI_RETURN_IF_ERROR(read_bias(op, bias, q, params));
-  DSA_FFI_RETURN_IF_ERROR(read_mask(op, mask, *params, {heads, groups}, &params->mask));
+  DSA_FFI_RETURN_IF_ERROR(
+      read_mask(op, mask, *params, {params->heads, params->groups}, &params->mask));
   if (!present(mask.tiles)) return ffi::Error::Success();
-  return check_multiple(op, "block_k", params->mask.block_k, limits::kBlockKMultiple);
+  return check_multiple(op, "block_k", params->mask.block_k,
+                        limits::masked_attention::kBlockKMultiple);
 }
 
 }  // namespace jax_dsa

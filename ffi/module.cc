@@ -19,6 +19,7 @@
 #include "losses/losses.h"
 #include "masked_attention/masked_attention.h"
 #include "mqa_decode/mqa_decode.h"
+#include "sparse_attention/sparse_attention.h"
 #include "sparse_mla/sparse_mla.h"
 #include "sparse_mla/sparse_mla_decode.h"
 
@@ -91,6 +92,12 @@ nb::dict limits() {
   add("mqa_decode", "MAX_ROWS", l::mqa_decode::kMaxRows);
   add("mqa_decode", "VALUE_DIM", l::mqa_decode::kValueDim);
   add("quantize_fp8", "BLOCK", int64_t{jax_dsa::kQuantizeBlock});
+  add("sparse_attention", "DIM_MULTIPLE", l::sparse_attention::kDimMultiple);
+  add("sparse_attention", "MAX_DIM", l::sparse_attention::kMaxDim);
+  add("sparse_attention", "MAX_GROUP_HEADS", l::sparse_attention::kMaxGroupHeads);
+  add("sparse_attention", "MAX_LENGTH", l::sparse_attention::kMaxLength);
+  add("sparse_attention", "MAX_TILE_SLOTS", l::sparse_attention::kMaxTileSlots);
+  add("sparse_attention", "TILE_ROWS", l::sparse_attention::kTileRows);
   add("sparse_mla", "DIMS", values(l::sparse_mla::kDims));
   add("sparse_mla", "RECORD_BYTES", l::sparse_mla::kRecordBytes);
   add("sparse_mla", "TILE", l::sparse_mla::kTileSlots);
@@ -121,6 +128,28 @@ nb::tuple masked_attention_workspaces(int64_t batch, int64_t queries, int64_t ke
   return nb::make_tuple(
       jax_dsa::masked_attention_fwd_workspace_bytes(sized(jax_dsa::MaskedAttentionFwdParams{})),
       jax_dsa::masked_attention_bwd_workspace_bytes(sized(jax_dsa::MaskedAttentionBwdParams{})));
+}
+
+// Returns the bytes of the workspaces of sparse attention's forward and backward kernels.
+// `causal`: the queries have positions. `packed`: they have starts.
+nb::tuple sparse_attention_workspaces(int64_t batch, int64_t queries, int64_t keys, int heads,
+                                      int groups, int dim, int value_dim, int slots, int block_size,
+                                      int sink_blocks, int local_blocks, bool tail_block,
+                                      bool causal, bool packed) {
+  static const int32_t given = 0;  // the sizes depend on whether a pointer is null, not on its data
+  const auto sized = [&](auto p) {
+    p.batch = batch, p.queries = queries, p.keys = keys;
+    p.heads = heads, p.groups = groups, p.dim = dim, p.value_dim = value_dim;
+    p.lists.positions = causal ? &given : nullptr;
+    p.lists.starts = packed ? &given : nullptr;
+    p.lists.slots = slots, p.lists.block_size = block_size;
+    p.lists.sink_blocks = sink_blocks, p.lists.local_blocks = local_blocks;
+    p.lists.tail_block = tail_block;
+    return p;
+  };
+  return nb::make_tuple(
+      jax_dsa::sparse_attention_fwd_workspace_bytes(sized(jax_dsa::SparseAttentionFwdParams{})),
+      jax_dsa::sparse_attention_bwd_workspace_bytes(sized(jax_dsa::SparseAttentionBwdParams{})));
 }
 
 // Returns the largest number of KV splits of sparse MLA decode, which sizes its workspace. On a
@@ -240,6 +269,9 @@ NB_MODULE(_cuda, m) {
         "segmented"_a, "bias_batch"_a, "bias_heads"_a, "bias_queries"_a);
   m.def("mqa_decode_workspace", &mqa_decode_workspace, nb::kw_only(), "queries"_a, "heads"_a,
         "groups"_a, "dim"_a, "records"_a);
+  m.def("sparse_attention_workspaces", &sparse_attention_workspaces, nb::kw_only(), "batch"_a,
+        "queries"_a, "keys"_a, "heads"_a, "groups"_a, "dim"_a, "value_dim"_a, "slots"_a,
+        "block_size"_a, "sink_blocks"_a, "local_blocks"_a, "tail_block"_a, "causal"_a, "packed"_a);
   m.def("sparse_mla_bwd_workspace", &sparse_mla_bwd_workspace, nb::kw_only(), "batch"_a,
         "queries"_a, "keys"_a, "heads"_a, "groups"_a, "slots"_a, "dim"_a, "queries_at_once"_a,
         "by_rows"_a);

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import itertools
 
 import jax
 import jax.numpy as jnp
@@ -12,6 +13,8 @@ import pytest
 from jax_dsa.bench import report
 from jax_dsa.bench.case import Case, causal_selection, selected_pairs, shrunk, visible_pairs
 from jax_dsa.bench.cases.masked_attention import document_bounds
+from jax_dsa.bench.cases.sparse_attention import block_lists as block_lists_of
+from jax_dsa.bench.cases.sparse_attention import listed_pairs
 from jax_dsa.bench.registry import OPERATORS
 
 BF16, FP8, COPY = "bf16-matmul", "fp8-matmul", "copy"
@@ -41,6 +44,14 @@ class Sizes:
     def selected(self) -> int:
         return int(np.minimum(self.visible(), self.K).sum())
 
+    def listed(self, tail: bool) -> int:
+        """Pairs of K causal blocks of b keys. The last one has b keys only at times."""
+        complete, rest = np.divmod(self.visible(), self.b)
+        others = self.K if tail else self.K - 1
+        return int((np.minimum(complete - (not tail) * (rest == 0), others) * self.b).sum()) + int(
+            np.where(rest == 0, 0 if tail else self.b, rest).sum()
+        )
+
 
 class AllSlots(Sizes):
     """Returns the same for K keys per query, even where a query sees fewer."""
@@ -48,6 +59,9 @@ class AllSlots(Sizes):
     @property
     def selected(self) -> int:
         return self.T * self.K
+
+    def listed(self, tail: bool) -> int:
+        return self.T * self.K * self.b
 
 
 def product(m: int, n: int, k: int) -> int:
@@ -99,6 +113,18 @@ def fp8_product(x: Sizes) -> dict[str, int]:
     return {FP8: product(x.M, x.N, x.K)}
 
 
+def block_lists(x: Sizes) -> dict[str, int]:
+    return {BF16: attention(x.N, x.listed(tail=False), x.D, x.D)}
+
+
+def block_lists_and_tail(x: Sizes) -> dict[str, int]:
+    return {BF16: attention(x.N, x.listed(tail=True), x.D, x.D)}
+
+
+def block_lists_backward(x: Sizes) -> dict[str, int]:
+    return {BF16: attention_backward(x.N, x.listed(tail=False), x.D, x.D)}
+
+
 # By everything of a case except its sizes.
 BY_HAND = {
     "sparse_mla fwd bf16": lambda x: {BF16: attention(x.N, x.selected, x.D, min(E, x.D))},
@@ -106,6 +132,12 @@ BY_HAND = {
     "sparse_mla bwd-deterministic bf16": sparse_backward,
     "sparse_mla fwd bf16 decode": lambda x: sparse_decode(x, 2 * x.D),
     "sparse_mla fwd fp8 decode": lambda x: sparse_decode(x, RECORD),
+    "sparse_attention fwd bf16 similar": block_lists,
+    "sparse_attention fwd bf16 random": block_lists,
+    "sparse_attention bwd bf16 similar": block_lists_backward,
+    "sparse_attention bwd bf16 random": block_lists_backward,
+    "sparse_attention fwd bf16 similar-tail": block_lists_and_tail,
+    "sparse_attention fwd bf16 random-tail": block_lists_and_tail,
     "attn_dist fwd bf16": lambda x: {BF16: product(x.N, x.selected, x.D)},
     "indexer fwd fp8": lambda x: {FP8: product(x.J, x.causal, x.C)},
     "indexer fwd bf16": lambda x: {BF16: product(x.J, x.causal, x.C)},
@@ -270,3 +302,22 @@ def test_selections_are_causal_and_distinct() -> None:
         assert valid.max() < visible and (np.diff(valid) > 0).all()
     assert selected_pairs(6, 10, 7) == (picks >= 0).sum()
     assert visible_pairs(6, 10) == sum(10 - 6 + 1 + t for t in range(6))
+
+
+@pytest.mark.parametrize("note", ["similar", "random", "similar-tail", "random-tail"])
+def test_lists_of_blocks_are_causal_and_as_similar_as_they_say(note: str) -> None:
+    kind, tail = note.partition("-")[::2]
+    dims = {"T": 600, "K": 16, "b": 4}
+    lists = block_lists_of(jax.random.key(0), dims, bool(tail), 2, similar=kind == "similar")
+    rows = np.asarray(lists[0]).swapaxes(0, 1)
+    pairs = 0
+    for t, row in enumerate(rows[0]):
+        valid = row[row >= 0]
+        assert len(valid) == len(set(valid.tolist()))
+        assert valid.max(initial=0) <= t // 4 and (tail or t // 4 in valid)
+        keys = valid[:, None] * 4 + np.arange(4)
+        pairs += (keys <= t).sum() + ((t + 1) % 4 if tail else 0)
+        assert not tail or (keys <= t).all()
+    assert pairs == listed_pairs(dims, bool(tail))
+    kept = np.mean([len({*a} & {*b}) for a, b in itertools.pairwise(rows[1, 300:].tolist())])
+    assert 14.5 < kept < 15.3 if kind == "similar" else kept < 3

@@ -11,7 +11,6 @@ from typing import TYPE_CHECKING, Any
 import jax
 import jax.numpy as jnp
 
-import jax_dsa
 from jax_dsa.bench.external import ExternalCall
 
 if TYPE_CHECKING:
@@ -56,8 +55,7 @@ class Call(ExternalCall):
     def tensors(self, case: Case, key: jax.Array) -> tuple:
         args = case.make(key)
         if case.diff:
-            options = {"value_dim": min(512, case.dims["D"]), "return_lse": True}
-            out, lse = jax.jit(functools.partial(jax_dsa.sparse_mla, **options))(*args)
+            out, lse = jax.jit(functools.partial(case.call, return_lse=True))(*args)
             args = (*args, out, lse, jax.random.normal(key, out.shape, out.dtype))
         operands = tuple(map(_tensor, jax.block_until_ready(jax.tree.leaves(args))))
         if self.prepare is None:

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 from benchmarks.peers.adapters import (
     cudnn,
     deep_gemm,
+    fla,
     flash_mla,
     flashinfer,
     jax_libraries,
@@ -62,6 +63,16 @@ PEERS = (
             "topk fwd f32": cudnn.top_k,
             "attn_dist fwd bf16": cudnn.teacher,
             "sparse_mla bwd bf16": cudnn.sparse_backward,
+        },
+        torch=True,
+    ),
+    Peer(
+        "flash-linear-attention",
+        "fla.ops.nsa.parallel",
+        {
+            f"sparse_attention {step} bf16 {lists}": call
+            for step, call in (("fwd", fla.sparse), ("bwd", fla.sparse_backward))
+            for lists in ("similar", "random")
         },
         torch=True,
     ),

@@ -14,7 +14,7 @@ template <typename Tr>
 cudaError_t launch(const MaskedAttentionFwdParams& p, cudaStream_t stream) {
   Device device;
   DSA_RETURN_IF_CUDA_ERROR(current_device(&device));
-  const TileScheduler scheduler(p, device.l2_bytes);
+  const TileScheduler scheduler(p, p.heads, kQueryTile, device.l2_bytes);
   if (scheduler.work_tiles > INT32_MAX - 4096) return cudaErrorInvalidValue;
   DSA_RETURN_IF_CUDA_ERROR(clear(p.workspace, kTileCounterBytes, stream));
   auto* const queries =

@@ -9,6 +9,7 @@
 #include "common/tile.cuh"
 #include "masked_attention/bias.cuh"
 #include "masked_attention/mask.cuh"
+#include "masked_attention/scores.cuh"
 
 namespace jax_dsa::masked_attention {
 
@@ -20,12 +21,45 @@ constexpr int q_register_steps(int dim, int value_dim, bool bias) {
   return dim + value_dim <= 256 ? dim / 16 : value_dim > 128 && !bias ? 4 : 0;
 }
 
+// A work tile: 128 rows of one head, from `query` on.
+struct WorkTile {
+  int batch, head, query;
+  bool done;      // there are no more work tiles
+  bool nonempty;  // its queries see at least one key tile
+};
+
+// Where a thread's two rows of a work tile are in [batch, queries, heads].
+struct RowPlace {
+  int64_t first;
+  int64_t second;  // relative to the first
+  int rows_left;   // the first row exists if this is positive, the second one if it exceeds 8
+};
+
+// The rows of a work tile of masked attention: consecutive queries. `row` is a thread's first row;
+// its second one is eight rows below.
+struct QueryRows {
+  int row;
+
+  __device__ QueryRows(const MaskedAttentionFwdParams&, int row) : row(row) {}
+  template <int kScores>
+  __device__ void mask(float (&s)[kScores], const uint32_t (*bits)[kScores / 16]) const {
+    mask_scores(s, bits + row);
+  }
+  __device__ int head(const MaskedAttentionFwdParams&, const WorkTile& x, int) const { return x.head; }
+  __device__ RowPlace place(const MaskedAttentionFwdParams& p, const WorkTile& x) const {
+    const int64_t token = int64_t{x.batch} * p.queries + x.query + row;
+    return {token * p.heads + x.head, int64_t{8} * p.heads,
+            static_cast<int>(min(p.queries - x.query, int64_t{kQueryTile})) - row};
+  }
+};
+
 // kD: maximum dim of queries and keys. kE: maximum dim of values. kGeneral: scores have a bias or a
 // softcap, or a scale that is not positive. kBias: scores have a bias, which implies kGeneral.
 // kUsePingPong: the two MMA warpgroups alternate between MMA and softmax.
 template <DType kType_, int kD_, int kE_, bool kGeneral_, bool kBias_ = false,
           int kQRegisterSteps_ = q_register_steps(kD_, kE_, kBias_), bool kUsePingPong_ = true>
 struct FwdTraits {
+  using Rows = QueryRows;
   static constexpr DType kType = kType_;
   static constexpr int kD = kD_, kE = kE_;
   static constexpr bool kGeneral = kGeneral_;
@@ -52,13 +86,6 @@ enum NamedBarrier {
 
 inline constexpr int kConsumerWarps = 8;
 inline constexpr int kMaskWarps = 2;  // warps that build mask bits
-
-// A work tile: 128 queries of one head, from `query` on.
-struct WorkTile {
-  int batch, head, query;
-  bool done;      // there are no more work tiles
-  bool nonempty;  // its queries see at least one key tile
-};
 
 // A key tile of a work tile, as an entry of the tile queue. A work tile without visible keys also
 // has one entry, and so has the end of the work.
@@ -101,32 +128,64 @@ struct alignas(1024) Shared {
   uint64_t v_full[Tr::kStages], v_cleared[Tr::kStages], v_free[Tr::kStages];
 };
 
+// Initializes the mbarriers. One thread calls this.
+template <typename Tr>
+__device__ void init_barriers(Shared<Tr>& shared) {
+  mbarrier_init(&shared.q_full, 1);
+  mbarrier_init(&shared.q_free, kConsumerWarps);
+  for (int i = 0; i < Tr::kQueued; ++i) {
+    mbarrier_init(&shared.tile_queued[i], 1);
+    mbarrier_init(&shared.bits_built[i], 1);
+    mbarrier_init(&shared.tile_released[i], kConsumerWarps + 2);
+  }
+  for (int i = 0; i < Tr::kStages; ++i) {
+    mbarrier_init(&shared.k_full[i], 1);
+    mbarrier_init(&shared.k_free[i], kConsumerWarps);
+    mbarrier_init(&shared.v_full[i], 1);
+    mbarrier_init(&shared.v_cleared[i], 1);
+    mbarrier_init(&shared.v_free[i], kConsumerWarps);
+  }
+  if constexpr (Tr::kBias) {
+    for (int i = 0; i < Tr::kBiasBuffers; ++i) {
+      mbarrier_init(&shared.bias.full[i], 1);
+      mbarrier_init(&shared.bias.free[i], kConsumerWarps);
+    }
+  }
+}
+
 // Maps the tile counter to work tiles. Heads are processed in sections whose K and V fit in half of
 // the L2 cache. Within a section, the last queries of all heads come first, because with a causal
 // mask they see the most keys.
 struct TileScheduler {
   int64_t work_tiles;
+  int64_t heads;  // of all batch entries together
+  int heads_per_batch;
   int query_tiles;
-  int section;  // heads per section
+  int tile_queries;  // queries of a work tile
+  int section;       // heads per section
 
-  TileScheduler(const MaskedAttentionFwdParams& p, int64_t l2_bytes) {
-    query_tiles = static_cast<int>(ceil_div(p.queries, int64_t{kQueryTile}));
-    const int64_t heads = p.batch * p.heads, heads_per_group = p.heads / p.groups;
+  // Every batch entry has `heads_per_batch` heads, which share p.groups KV heads.
+  template <typename Params>
+  TileScheduler(const Params& p, int heads_per_batch, int tile_queries, int64_t l2_bytes)
+      : heads(p.batch * heads_per_batch),
+        heads_per_batch(heads_per_batch),
+        query_tiles(static_cast<int>(ceil_div(p.queries, int64_t{tile_queries}))),
+        tile_queries(tile_queries) {
     work_tiles = heads * query_tiles;
     const int64_t group_bytes = p.keys * (p.dim + p.value_dim) * 2;
     const int64_t groups = l2_bytes / 2 / (group_bytes > 0 ? group_bytes : 1);
-    const int64_t fit = (groups > 0 ? groups : 1) * heads_per_group;
+    const int64_t fit = (groups > 0 ? groups : 1) * (heads_per_batch / p.groups);
     section = static_cast<int>(fit < heads ? fit : heads);
   }
 
-  __device__ WorkTile work_tile(const MaskedAttentionFwdParams& p, unsigned index) const {
+  __device__ WorkTile work_tile(unsigned index) const {
     if (index >= work_tiles) return {0, 0, 0, true, false};
     const int64_t before = int64_t{index} / (int64_t{section} * query_tiles) * section;
-    const int heads = static_cast<int>(min(int64_t{section}, p.batch * p.heads - before));
-    const int rest = static_cast<int>(index - before * query_tiles), tile = rest / heads;
-    const int64_t head = before + (rest - tile * heads), batch = head / p.heads;
-    return {static_cast<int>(batch), static_cast<int>(head - batch * p.heads),
-            (query_tiles - 1 - tile) * kQueryTile, false, false};
+    const int in_section = static_cast<int>(min(int64_t{section}, heads - before));
+    const int rest = static_cast<int>(index - before * query_tiles), tile = rest / in_section;
+    const int64_t head = before + (rest - tile * in_section), batch = head / heads_per_batch;
+    return {static_cast<int>(batch), static_cast<int>(head - batch * heads_per_batch),
+            (query_tiles - 1 - tile) * tile_queries, false, false};
   }
 };
 

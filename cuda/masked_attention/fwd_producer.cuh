@@ -26,7 +26,7 @@ __device__ void schedule_tiles(const MaskedAttentionFwdParams& p, const TileSche
   for (;;) {
     unsigned index = 0;
     if (leader) index = atomicAdd(tile_counter, 1u);
-    WorkTile work_tile = scheduler.work_tile(p, __shfl_sync(~0u, index, 0));
+    WorkTile work_tile = scheduler.work_tile(__shfl_sync(~0u, index, 0));
     if (work_tile.done) {
       for (int i = 0; i < kMaskWarps; ++i) push({work_tile, 0, 0, false, true, true});
       return;
@@ -58,35 +58,66 @@ __device__ void schedule_tiles(const MaskedAttentionFwdParams& p, const TileSche
   }
 }
 
+// Issues the TMA loads of the forward kernel. All lanes of the load warp call the methods.
+template <typename Tr>
+struct TileLoader {
+  const MaskedAttentionFwdParams& p;
+  const CUtensorMap &q_map, &k_map, &v_map, &bias_map;
+  Shared<Tr>& shared;
+
+  __device__ uint32_t query_bytes() const { return Tr::kDBlocks * Tr::kQBlockBytes; }
+  __device__ void load_queries(const WorkTile& x) const {
+    if (threadIdx.x % 32 != 0) return;
+    for (int block = 0; block < Tr::kDBlocks; ++block) {
+      tma_load(shared.q[block], &q_map, &shared.q_full, block * 64, x.head, x.query, x.batch);
+    }
+  }
+  // Load the keys or the values of the tile in queue slot `slot` to stage `at`.
+  __device__ void load_keys(const QueuedTile& x, int, int at) const {
+    load(shared.k[at], k_map, shared.k_full[at], x);
+  }
+  __device__ void load_values(const QueuedTile& x, int, int at) const {
+    load(shared.v[at], v_map, shared.v_full[at], x);
+  }
+  __device__ void load_biases(const QueuedTile& x, int at) const {
+    if (threadIdx.x % 32 != 0) return;
+    load_bias(p.bias, bias_map, shared.bias, at, x.work_tile.batch, x.work_tile.head, p.heads,
+              x.work_tile.query, x.key);
+  }
+
+ private:
+  template <int kBlocks>
+  __device__ void load(uint8_t (&to)[kBlocks][Tr::kKeyBlockBytes], const CUtensorMap& map,
+                       uint64_t& full, const QueuedTile& x) const {
+    if (threadIdx.x % 32 != 0) return;
+    const int group = x.work_tile.head / (p.heads / p.groups);
+    for (int block = 0; block < kBlocks; ++block) {
+      tma_load(to[block], &map, &full, block * 64, group, x.key, x.work_tile.batch);
+    }
+  }
+};
+
 // Load warp: issues the TMA loads. Keys that no query of a partial tile sees may hold anything, and
 // 0 * NaN is NaN, so this warp writes zeros to their rows of V.
-template <typename Tr>
-__device__ void load_tiles(const MaskedAttentionFwdParams& p, const CUtensorMap& q_map,
-                           const CUtensorMap& k_map, const CUtensorMap& v_map,
-                           const CUtensorMap& bias_map, Shared<Tr>& shared) {
-  const int lane = threadIdx.x % 32, heads_per_group = p.heads / p.groups;
+template <typename Tr, typename Shared, typename Loader>
+__device__ void load_tiles(Shared& shared, const Loader& loader) {
+  const int lane = threadIdx.x % 32;
   const bool leader = lane == 0;
   RingPlace<Tr::kStages> ring = {0, 1};  // the next stage, with the parity of its free barriers
   RingPlace<Tr::kBiasBuffers> bias = {0, 1};
   uint32_t q_parity = 1;
-  int group = 0;
   for (RingPlace<Tr::kQueued> place;; place.advance()) {
     mbarrier_wait(&shared.tile_queued[place.index], place.parity);
     const QueuedTile x = shared.queue[place.index];
     const WorkTile& work_tile = x.work_tile;
     __syncwarp();
     if (x.first) {
-      group = work_tile.head / heads_per_group;
       mbarrier_wait(&shared.q_free, q_parity);
       q_parity ^= 1;
       if (leader) {
         shared.work_tile = work_tile;
         if (work_tile.nonempty) {
-          mbarrier_arrive_expect(&shared.q_full, Tr::kDBlocks * Tr::kQBlockBytes);
-          for (int block = 0; block < Tr::kDBlocks; ++block) {
-            tma_load(shared.q[block], &q_map, &shared.q_full, block * 64, work_tile.head,
-                     work_tile.query, work_tile.batch);
-          }
+          mbarrier_arrive_expect(&shared.q_full, loader.query_bytes());
         } else {
           mbarrier_arrive(&shared.q_full);
           // The consumers skip this queue entry, so arrive on their behalf.
@@ -95,33 +126,23 @@ __device__ void load_tiles(const MaskedAttentionFwdParams& p, const CUtensorMap&
       }
       if (work_tile.done) return;
       if (!work_tile.nonempty) continue;
+      loader.load_queries(work_tile);
     }
     const int at = ring.index;
     mbarrier_wait(&shared.k_free[at], ring.parity);
     if (leader) {
       shared.stage[at] = {place.index, place.parity, x.partial, x.last};
       mbarrier_arrive_expect(&shared.k_full[at], Tr::kDBlocks * Tr::kKeyBlockBytes);
-      for (int block = 0; block < Tr::kDBlocks; ++block) {
-        tma_load(shared.k[at][block], &k_map, &shared.k_full[at], block * 64, group, x.key,
-                 work_tile.batch);
-      }
     }
+    loader.load_keys(x, place.index, at);
     if constexpr (Tr::kBias) {
       mbarrier_wait(&shared.bias.free[bias.index], bias.parity);
-      if (leader) {
-        load_bias(p.bias, bias_map, shared.bias, bias.index, work_tile.batch, work_tile.head,
-                  p.heads, work_tile.query, x.key);
-      }
+      loader.load_biases(x, bias.index);
       bias.advance();
     }
     mbarrier_wait(&shared.v_free[at], ring.parity);
-    if (leader) {
-      mbarrier_arrive_expect(&shared.v_full[at], Tr::kEBlocks * Tr::kKeyBlockBytes);
-      for (int block = 0; block < Tr::kEBlocks; ++block) {
-        tma_load(shared.v[at][block], &v_map, &shared.v_full[at], block * 64, group, x.key,
-                 work_tile.batch);
-      }
-    }
+    if (leader) mbarrier_arrive_expect(&shared.v_full[at], Tr::kEBlocks * Tr::kKeyBlockBytes);
+    loader.load_values(x, place.index, at);
     if (x.partial) {
       mbarrier_wait(&shared.bits_built[place.index], place.parity);
       const uint32_t* const unseen = shared.unseen[place.index];

@@ -1,6 +1,8 @@
-"""Attention sinks of masked attention."""
+"""Attention sinks of masked attention and of sparse attention."""
 
 from __future__ import annotations
+
+from typing import Any
 
 import jax.numpy as jnp
 
@@ -12,7 +14,7 @@ from jax_dsa.core.softmax import (
     sink_gradient,
 )
 from jax_dsa.core.typing import Array, Float
-from jax_dsa.ops.masked_attention.spec import Operands, Results
+from jax_dsa.ops.masked_attention.spec import Results
 
 # With a gate of 0, the gradient of the log-sum-exp would be lost. These are the smallest gates
 # whose inverse is an ordinary float32 number and whose product with a probability is an ordinary
@@ -33,7 +35,7 @@ def gates(
 
 
 def without_sinks(
-    x: Operands, y: Results, dy: Results
+    x: Any, y: Results, dy: Results
 ) -> tuple[Results, Results, Float[Array, "B N"] | None]:
     """Returns results and cotangents of attention without sinks that has the same gradients.
 
@@ -45,6 +47,11 @@ def without_sinks(
     and that of the values is (P * gate)^T dout. So the pass needs another `log_sum`, which makes
     each probability P * gate, and another cotangent of the log-sum-exp. Where a gate is too small
     for float16, a part of it multiplies dout instead.
+
+    Args:
+        x: The operands of either operator.
+        y: The results of the forward pass.
+        dy: Their cotangents.
 
     Returns:
         The results, the cotangents, and the gradient of the sinks, or None without sinks.

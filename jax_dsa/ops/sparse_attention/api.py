@@ -6,11 +6,12 @@ from typing import Any, Literal, TypedDict, Unpack, overload
 
 from jax_dsa.core.arguments import CausalAlignment
 from jax_dsa.core.checks import Args
+from jax_dsa.core.ffi import Kernel
 from jax_dsa.core.op import Pass, differentiable
 from jax_dsa.core.softmax import requested
 from jax_dsa.core.typing import Array, Float, Implementation, Int
 from jax_dsa.ops.masked_attention.arguments import queries_and_keys, require_no_batch_axis
-from jax_dsa.ops.sparse_attention import xla
+from jax_dsa.ops.sparse_attention import cuda, xla
 from jax_dsa.ops.sparse_attention.arguments import (
     options_and_slots,
     packed_positions,
@@ -18,8 +19,20 @@ from jax_dsa.ops.sparse_attention.arguments import (
 )
 from jax_dsa.ops.sparse_attention.spec import Operands
 
-FWD = Pass("sparse_attention_fwd", xla.sparse_attention_fwd)
-BWD = Pass("sparse_attention_bwd", xla.sparse_attention_bwd)
+_LIMITS = (
+    f"bfloat16 or float16; D and E multiples of {cuda.DIM_MULTIPLE} up to {cuda.MAX_DIM}; N/G up "
+    f"to {cuda.MAX_GROUP_HEADS}"
+)
+FWD = Pass(
+    "sparse_attention_fwd",
+    xla.sparse_attention_fwd,
+    kernel=Kernel(cuda.sparse_attention_fwd, cuda.supports, limits=_LIMITS, takes=cuda.TAKES),
+)
+BWD = Pass(
+    "sparse_attention_bwd",
+    xla.sparse_attention_bwd,
+    kernel=Kernel(cuda.sparse_attention_bwd, cuda.supports, limits=_LIMITS, takes=cuda.TAKES),
+)
 
 # The differentiable operator without checks of its arguments.
 sparse_attention_op = differentiable("sparse_attention", FWD, BWD)
@@ -161,7 +174,8 @@ def sparse_attention(
         return_lse: Whether to return the log-sum-exp of each query's scores too, without the sink.
         return_max_logit: Whether to return the largest score of each query too, without the sink.
             It has no gradient. QK-clip needs it.
-        implementation: "cuda" or "xla". There are no CUDA kernels yet.
+        implementation: "cuda" or "xla". The CUDA kernels take bfloat16 or float16, D and E that are
+            multiples of 8 up to 256, and N // G up to 32. Their gradients are always deterministic.
 
     Returns:
         The output of shape [B, T, N, E] in q's dtype. With `return_lse` or `return_max_logit`, a
@@ -175,7 +189,7 @@ def sparse_attention(
             `is_causal`.
         TypeError: If a dtype or the type of an argument is wrong.
         NotImplementedError: If forward-mode or second derivatives are taken, or if
-            implementation="cuda".
+            implementation="cuda" and the kernels do not cover the call.
 
     Examples:
         >>> import jax, jax.numpy as jnp, jax_dsa

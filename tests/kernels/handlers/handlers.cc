@@ -22,6 +22,7 @@
 #include "ffi/masked_attention.cc"
 #include "ffi/masked_attention_bwd.cc"
 #include "ffi/mqa_decode.cc"
+#include "ffi/sparse_attention.cc"
 #include "ffi/sparse_mla.cc"
 #include "ffi/sparse_mla_bwd.cc"
 #include "ffi/sparse_mla_decode.cc"
@@ -69,6 +70,8 @@ RECORD(launch_quantize, QuantizeParams)
 RECORD(launch_quantize_tiles, QuantizeTilesParams)
 RECORD(launch_quantize_transpose, QuantizeTransposeParams)
 RECORD(launch_scale_rows, ScaleRowsParams)
+RECORD(launch_sparse_attention_bwd, SparseAttentionBwdParams)
+RECORD(launch_sparse_attention_fwd, SparseAttentionFwdParams)
 RECORD(launch_sparse_mla_bwd, SparseMlaBwdParams)
 RECORD(launch_sparse_mla_decode, SparseMlaDecodeParams)
 RECORD(launch_sparse_mla_fwd, SparseMlaFwdParams)
@@ -97,6 +100,12 @@ int64_t masked_attention_bwd_workspace_bytes(const MaskedAttentionBwdParams&) {
   return kWorkspaceBytes;
 }
 int64_t masked_attention_fwd_workspace_bytes(const MaskedAttentionFwdParams&) {
+  return kWorkspaceBytes;
+}
+int64_t sparse_attention_bwd_workspace_bytes(const SparseAttentionBwdParams&) {
+  return kWorkspaceBytes;
+}
+int64_t sparse_attention_fwd_workspace_bytes(const SparseAttentionFwdParams&) {
   return kWorkspaceBytes;
 }
 int64_t sparse_mla_bwd_counter_bytes(const SparseMlaBwdParams&) { return kWorkspaceBytes; }
@@ -277,6 +286,75 @@ void test_other_operands_of_masked_attention() {
                 "the workspace 'workspace' has 63 bytes, expected at least 64");
 }
 
+// A call of sparse attention's two handlers.
+struct BlockLists {
+  int64_t batch = 2, queries = 5, keys = 256, heads = 32, groups = 2, dim = 64, slots = 3;
+  Array indices = s32({2, 5, 2, 3});
+  Array topk_length, positions, starts, lengths, sinks;
+  int block_size = 64, sink_blocks = 0, local_blocks = 0;
+  bool tail_block = false;
+
+  Array q() const { return bf16({batch, queries, heads, dim}); }
+  Array k() const { return bf16({batch, keys, groups, dim}); }
+  Array dk() const { return f32({batch, keys, groups, dim}); }
+  Array row() const { return f32({batch, queries, heads}); }
+
+  ffi::Error forward() const {
+    return sparse_attention_fwd(nullptr, q(), k(), k(), indices, topk_length, positions, starts,
+                                lengths, sinks, q(), row(), row(), u8({kWorkspaceBytes}), 1.f,
+                                block_size, sink_blocks, local_blocks, tail_block);
+  }
+  ffi::Error backward() const {
+    return sparse_attention_bwd(nullptr, q(), k(), k(), indices, topk_length, positions, starts,
+                                lengths, q(), row(), row(), q(), row(), q(), dk(), dk(),
+                                u8({kWorkspaceBytes}), 1.f, block_size, sink_blocks, local_blocks,
+                                tail_block);
+  }
+  // Expects this message of both, after the operator's name.
+  void expect_both(const char* what, const std::string& message = "") const {
+    expect(what, forward(), message.empty() ? "" : "sparse_attention_fwd: " + message);
+    expect(what, backward(), message.empty() ? "" : "sparse_attention_bwd: " + message);
+  }
+};
+
+void test_sparse_attention() {
+  BlockLists x;
+  x.expect_both("lists only");
+  const SparseAttentionLists& fwd = launched<SparseAttentionFwdParams>.lists;
+  const SparseAttentionLists& bwd = launched<SparseAttentionBwdParams>.lists;
+  check_true("absent operands are null", !fwd.positions && !fwd.starts && !bwd.lengths);
+  check_true("the lists", fwd.indices && bwd.slots == 3 && bwd.block_size == 64);
+  x.topk_length = x.positions = x.starts = x.lengths = s32({2, 5});
+  x.sink_blocks = 1, x.local_blocks = 2, x.tail_block = true;
+  x.expect_both("forced blocks");
+  check_true("the operands", fwd.topk_length && fwd.positions && bwd.starts && bwd.lengths);
+  check_true("forced blocks", fwd.sink_blocks == 1 && bwd.local_blocks == 2 && bwd.tail_block);
+  x.local_blocks = 5000;  // 8 queries of 3 slots, 1 and 4 forced blocks
+  x.expect_both("more local blocks than there are");
+  x.local_blocks = -1;
+  x.expect_both("a negative number", "local_blocks is -1, expected 0 to 2147483647");
+  x = {}, x.sink_blocks = 1;
+  x.expect_both("forced blocks without positions", "forced blocks need 'positions'");
+  x = {}, x.positions = s32({2, 4});
+  x.expect_both("too few positions", "'positions' has shape (2, 4), expected (2, 5)");
+  x = {}, x.indices = s32({2, 5, 1, 3});
+  x.expect_both("one list for all groups",
+                "'indices' has shape (2, 5, 1, 3), expected (2, 5, 2, 3)");
+  x = {}, x.block_size = 8;
+  x.expect_both("blocks of 8", "block_size is 8, expected 1, 4, 16, 32, 64 or 128");
+  x = {}, x.heads = 66;
+  x.expect_both("33 heads in a group", "N / G is 33, expected 0 to 32");
+  x = {}, x.indices = s32({2, 5, 2, 2049});
+  x.expect_both("too many slots",
+                "the number of slots of 8 queries, including forced blocks, is 16392, expected 0 "
+                "to 16384");
+  x = {}, x.dim = 264;
+  x.expect_both("too many dimensions", "D is 264, expected 1 to 256");
+  x = {}, x.sinks = f32({2, 32});
+  expect("sinks of each batch entry", x.forward());
+  check_true("their stride", launched<SparseAttentionFwdParams>.sinks_stride == 32);
+}
+
 void test_block_mask() {
   const auto compress = [](Array mask, int64_t map_heads, Array ranges = kAbsent) {
     const Array rows = s32({1, 130}), tiles = s32({1, map_heads, 2, 2});
@@ -425,6 +503,7 @@ int main() {
   test_ranges_of_masked_attention();
   test_block_masks_of_masked_attention();
   test_other_operands_of_masked_attention();
+  test_sparse_attention();
   test_block_mask();
   test_sparse_mla();
   test_attn_dist();

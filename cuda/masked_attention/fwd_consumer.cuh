@@ -1,0 +1,298 @@
+// The MMA warpgroups of the attention forward kernels: the online softmax and the main loop. See
+// fwd.cuh.
+#pragma once
+
+#include "common/softmax.cuh"
+#include "common/store_rows.cuh"
+#include "common/wgmma.cuh"
+#include "masked_attention/fwd_plan.cuh"
+#include "masked_attention/scores.cuh"
+
+namespace jax_dsa::masked_attention {
+
+// A score may exceed the running maximum of its row by this much before the maximum moves; in log2
+// units.
+inline constexpr float kRescaleThreshold = 8.f;
+
+// Softmax state of the two accumulator rows of a thread, r and r + 8.
+struct RowState {
+  // In units of the scores; -inf before the first visible score.
+  float running_max[2];
+  float max_score;  // the exact maximum of row r in lanes with lane % 2 == r
+  float sum[2];     // sum of this thread's probabilities, relative to the running maximum
+  bool huge;        // whether any row of the warp is huge; see kHugeRow
+
+  // Returns the sum of row r over all keys.
+  __device__ float total(int r) const {
+    const float x = sum[r] + __shfl_xor_sync(~0u, sum[r], 1);
+    return x + __shfl_xor_sync(~0u, x, 2);
+  }
+};
+
+// The units of the scores that `softmax` gets: x * scale in natural units, where scale is 1 if
+// kNatural.
+template <bool kNatural>
+struct ScoreUnits {
+  float scale;
+  float scale_log2;  // scale * log2(e)
+
+  __device__ explicit ScoreUnits(float factor)
+      : scale(kNatural ? 1.f : factor), scale_log2(kNatural ? kLog2E : factor * kLog2E) {}
+  // Returns x in natural units, rounded as the backward pass rounds it.
+  __device__ float natural(float x) const { return kNatural ? x : __fmul_rn(x, scale); }
+};
+
+// Replaces scores by probabilities. Returns whether a running maximum of the warp's rows moved;
+// `factor` is then what to multiply the accumulators by.
+template <bool kNatural, int kScores>
+__device__ __forceinline__ bool softmax(float (&s)[kScores], const ScoreUnits<kNatural>& units,
+                                        RowState& rows, float (&factor)[2]) {
+  float top[4];  // four independent chains, for instruction-level parallelism
+#pragma unroll
+  for (int i = 0; i < 4; ++i) top[i] = s[i];
+#pragma unroll
+  for (int i = 4; i < kScores; ++i) top[i % 4] = fmaxf(top[i % 4], s[i]);
+  float new_max[2], largest[2];
+#pragma unroll
+  for (int r = 0; r < 2; ++r) {
+    float m = fmaxf(top[2 * r], top[2 * r + 1]);
+    m = fmaxf(m, __shfl_xor_sync(~0u, m, 1));
+    m = fmaxf(m, __shfl_xor_sync(~0u, m, 2));
+    largest[r] = m;
+    const bool moves = (m - rows.running_max[r]) * units.scale_log2 > kRescaleThreshold;
+    new_max[r] = moves ? m : rows.running_max[r];
+  }
+  rows.max_score = fmaxf(rows.max_score, threadIdx.x % 2 ? largest[1] : largest[0]);
+  const bool rescale =
+      __any_sync(~0u, new_max[0] != rows.running_max[0] || new_max[1] != rows.running_max[1]);
+  float base[2], to_log2 = units.scale_log2;
+#pragma unroll
+  for (int r = 0; r < 2; ++r) base[r] = finite_max(new_max[r]) * units.scale_log2;
+  // One branch for everything that is rare, because it ends a basic block.
+  if (__builtin_expect(rescale || rows.huge, 0)) {
+    const float from[2] = {units.natural(finite_max(new_max[0])),
+                           units.natural(finite_max(new_max[1]))};
+    if (rescale) {
+#pragma unroll
+      for (int r = 0; r < 2; ++r) {
+        factor[r] = exp2_approx((units.natural(rows.running_max[r]) - from[r]) * kLog2E);
+        rows.sum[r] *= factor[r];
+        rows.running_max[r] = new_max[r];
+      }
+      rows.huge = __any_sync(~0u, fmaxf(fabsf(base[0]), fabsf(base[1])) > kHugeRow);
+    }
+    if (__builtin_expect(rows.huge, 0)) {
+#pragma unroll
+      for (int i = 0; i < kScores; ++i) s[i] = units.natural(s[i]) - from[i / 2 % 2];
+      base[0] = base[1] = 0.f, to_log2 = kLog2E;
+    }
+  }
+  float sum[4] = {0.f, 0.f, 0.f, 0.f};
+#pragma unroll
+  for (int i = 0; i < kScores; ++i) {
+    s[i] = exp2_approx(fmaf(s[i], to_log2, -base[i / 2 % 2]));
+    sum[i % 4] += s[i];
+  }
+  rows.sum[0] += sum[0] + sum[1];
+  rows.sum[1] += sum[2] + sum[3];
+  return rescale;
+}
+
+// The main loop of MMA warpgroup kWarpgroup. Tr::Rows says what the rows of a work tile are.
+template <typename Tr, int kWarpgroup, typename Params, typename Shared>
+__device__ void consume(const Params& p, Shared& shared) {
+  constexpr int kScores = Tr::kKeys / 2, kSteps = Tr::kKeys / 16,
+                kQInRegisters = Tr::kQRegisterSteps;
+  const int lane = threadIdx.x % 32, warp = threadIdx.x / 32 % 4;
+  // The thread's rows in the work tile, the second one eight rows below the first.
+  const typename Tr::Rows tile_rows(p, kWarpgroup * 64 + warp * 16 + lane / 4);
+  const ScoreUnits<Tr::kGeneral> units(p.scale);
+  float cap_inverse = 0.f;
+  if constexpr (Tr::kGeneral) cap_inverse = p.softcap > 0.f ? 1.f / p.softcap : 0.f;
+  const uint64_t q = k_major_descriptor(smem_address(shared.q) + kWarpgroup * kBlockBytes);
+
+  float o[Tr::kE / 2];
+  float s[kScores];
+  uint32_t probabilities[kSteps][4];
+  uint32_t q_fragments[kQInRegisters > 0 ? kQInRegisters : 1][4];
+  float factor[2];
+  RowState rows;
+  RingPlace<Tr::kStages> k_ring, v_ring;  // stages of the next QK^T and the next PV
+  RingPlace<Tr::kBiasBuffers> bias_ring;
+  uint32_t q_parity = 0;
+
+  const auto arrive = [&](uint64_t* barrier) {
+    __syncwarp();
+    if (lane == 0) mbarrier_arrive(barrier);
+  };
+  const auto load_queries = [&] {
+    const uint32_t from =
+        smem_address(shared.q) + kWarpgroup * kBlockBytes + (warp * 16 + lane % 16) * 128;
+#pragma unroll
+    for (int i = 0; i < kQInRegisters; ++i) {
+      const int chunk = (i % 4 * 2 + lane / 16) ^ (lane % 8);
+      load_matrix_x4(from + i / 4 * Tr::kQBlockBytes + chunk * 16, q_fragments[i]);
+    }
+  };
+  // Issues QK^T of the next key tile.
+  const auto start_scores = [&] {
+    const int at = uniform(k_ring.index);
+    mbarrier_wait(&shared.k_full[at], k_ring.parity);
+    if constexpr (Tr::kUsePingPong) named_barrier_sync<256>(kPingPong + kWarpgroup);
+    const uint64_t keys = k_major_descriptor(smem_address(shared.k[at]));
+    wgmma_fence();
+#pragma unroll
+    for (int i = 0; i < Tr::kD / 16; ++i) {
+      const uint64_t b = keys + i / 4 * (Tr::kKeyBlockBytes / 16) + i % 4 * 2;
+      if constexpr (kQInRegisters == Tr::kD / 16) {
+        wgmma_16<Tr::kType, kKMajor>(s, q_fragments[i], b, i > 0);
+      } else {
+        if (i < kQInRegisters) {
+          wgmma_16<Tr::kType, kKMajor>(s, q_fragments[i < kQInRegisters ? i : 0], b, i > 0);
+        } else {
+          const uint64_t a = q + i / 4 * (Tr::kQBlockBytes / 16) + i % 4 * 2;
+          wgmma_16<Tr::kType, kKMajor, kKMajor>(s, a, b, i > 0);
+        }
+      }
+    }
+    wgmma_commit();
+  };
+  // Issues the product of the probabilities and V.
+  const auto start_values = [&](bool accumulate) {
+    const int at = uniform(v_ring.index);
+    mbarrier_wait(&shared.v_full[at], v_ring.parity);
+    mbarrier_wait(&shared.v_cleared[at], v_ring.parity);
+    const uint64_t values = mn_major_descriptor(smem_address(shared.v[at]), Tr::kKeyBlockBytes);
+    wgmma_fence();
+#pragma unroll
+    for (int i = 0; i < kSteps; ++i) {
+      wgmma_16<Tr::kType, kMNMajor>(o, probabilities[i], values + i * (16 * 128 / 16),
+                                    i > 0 || accumulate);
+    }
+    wgmma_commit();
+  };
+  const auto signal_other_warpgroup = [&] {
+    if constexpr (Tr::kUsePingPong) named_barrier_arrive<256>(kPingPong + 1 - kWarpgroup);
+  };
+  // Processes the finished scores of a tile and frees its K buffer: bias, softcap, mask, softmax.
+  // Returns whether the accumulator must be multiplied by `factor`. `last` tells whether the tile
+  // is the last one of its work tile.
+  const auto use_scores = [&](bool& last) {
+    wgmma_pin(s);
+    const int at = k_ring.index;
+    const Stage& stage = shared.stage[at];
+    last = stage.last;
+    if constexpr (Tr::kGeneral) {
+      if constexpr (Tr::kBias) {
+        const int tile = bias_ring.index;
+        const bool shared_row = p.bias.queries == 1;
+        mbarrier_wait(&shared.bias.full[tile], bias_ring.parity);
+        add_bias<Tr::kType>(s, p.scale, [&](int k, uint32_t (&x)[4]) {
+          load_matrix_x4(bias_chunk(smem_address(shared.bias.tile[tile]), shared_row,
+                                    kWarpgroup * 64 + warp * 16 + lane % 16, 2 * k + lane / 16),
+                         x);
+        });
+        arrive(&shared.bias.free[tile]);
+        bias_ring.advance();
+      }
+      cap_scores(s, Tr::kBias ? 1.f : p.scale, p.softcap, cap_inverse);
+    }
+    if (stage.partial) {
+      mbarrier_wait(&shared.bits_built[stage.queue_slot], stage.parity);
+      tile_rows.mask(s, shared.bits[stage.queue_slot]);
+    }
+    __syncwarp();
+    if (lane == 0) {
+      mbarrier_arrive(&shared.tile_released[stage.queue_slot]);
+      mbarrier_arrive(&shared.k_free[at]);  // after this, `stage` may be overwritten
+    }
+    k_ring.advance();
+    return softmax(s, units, rows, factor);
+  };
+  const auto pack = [&] {
+#pragma unroll
+    for (int i = 0; i < kScores; i += 2) {
+      probabilities[i / 8][i / 2 % 4] = pack_16<Tr::kType>(s[i], s[i + 1]);
+    }
+  };
+  const auto finish_values = [&] {
+    wgmma_wait<0>();
+    wgmma_pin(o);
+    arrive(&shared.v_free[v_ring.index]);
+    v_ring.advance();
+  };
+  const auto write_results = [&](const WorkTile& work_tile, bool nonempty) {
+    const RowPlace place = tile_rows.place(p, work_tile);
+#pragma unroll
+    for (int r = 0; r < 2; ++r) {
+      const float total = nonempty ? rows.total(r) : 0.f;
+      const bool empty = total == 0.f;
+      const float from = finite_max(rows.running_max[r]), base = from * units.scale_log2;
+      const auto exponent =
+          [&](float x) {  // of x in natural units, relative to the running maximum
+            return fabsf(base) > kHugeRow ? (x - units.natural(from)) * kLog2E
+                                          : fmaf(x, kLog2E, -base);
+          };
+      const float max_logit = units.natural(__shfl_sync(~0u, rows.max_score, lane / 2 * 2 + r));
+      const float sink =
+          p.sinks ? exp2_approx(exponent(p.sinks[work_tile.batch * p.sinks_stride +
+                                                 tile_rows.head(p, work_tile, r)]))
+                  : 0.f;
+      factor[r] = empty ? 0.f : reciprocal_approx(total + sink);
+      if (r * 8 < place.rows_left && lane % 4 == 0) {
+        p.max_logit[place.first + r * place.second] = empty ? -INFINITY : max_logit;
+        p.log_sum[place.first + r * place.second] =
+            empty ? 0.f : (log2_approx(total) - exponent(max_logit)) * kLn2;
+      }
+    }
+    store_rows<Tr::kType>(o, factor, smem_address(shared.out[kWarpgroup * 4 + warp]),
+                          static_cast<uint16_t*>(p.out) + place.first * p.value_dim,
+                          place.second * (p.value_dim / 8), place.rows_left, p.value_dim);
+  };
+
+  // The warpgroups alternate from the first tile to the last. Warpgroup 0 starts.
+  if (Tr::kUsePingPong && kWarpgroup == 1) named_barrier_arrive<256>(kPingPong + 0);
+  for (;; q_parity ^= 1) {
+    mbarrier_wait(&shared.q_full, q_parity);
+    const WorkTile work_tile = shared.work_tile;
+    if (work_tile.done) break;
+    rows = {{-INFINITY, -INFINITY}, -INFINITY, {0.f, 0.f}, false};
+    if (!work_tile.nonempty) {
+      arrive(&shared.q_free);
+      write_results(work_tile, false);
+      continue;
+    }
+    load_queries();
+    if constexpr (kQInRegisters == Tr::kD / 16) arrive(&shared.q_free);
+
+    bool last;
+    start_scores();
+    signal_other_warpgroup();
+    wgmma_wait<0>();
+    use_scores(last);
+    pack();
+    bool accumulate = false;
+    while (!last) {
+      start_scores();
+      start_values(accumulate);
+      signal_other_warpgroup();
+      wgmma_wait<1>();
+      const bool rescale = use_scores(last);
+      finish_values();
+      if (rescale) {
+#pragma unroll
+        for (int i = 0; i < Tr::kE / 2; ++i) o[i] *= factor[i / 2 % 2];
+      }
+      pack();
+      accumulate = true;
+    }
+    if constexpr (kQInRegisters < Tr::kD / 16) arrive(&shared.q_free);
+    start_values(accumulate);
+    finish_values();
+    write_results(work_tile, true);
+  }
+  // Consume the last arrival, so that no barrier is left with a pending one.
+  if (Tr::kUsePingPong && kWarpgroup == 0) named_barrier_sync<256>(kPingPong + 0);
+}
+
+}  // namespace jax_dsa::masked_attention

@@ -1,0 +1,54 @@
+// Launcher of the sparse attention forward kernel.
+
+#include "sparse_attention/fwd.cuh"
+#include "sparse_attention/launch.h"
+#include "sparse_attention/sparse_attention.h"
+
+namespace jax_dsa {
+namespace {
+
+using namespace sparse_attention;
+
+// The tile counter occupies the first 16 bytes of the workspace; the unions follow.
+constexpr int64_t kTileCounterBytes = 16;
+
+template <typename Tr>
+cudaError_t launch(const FwdCall& p, const TileLists& lists, cudaStream_t stream) {
+  Device device;
+  DSA_RETURN_IF_CUDA_ERROR(current_device(&device));
+  const masked_attention::TileScheduler scheduler(p, p.groups, p.tile_queries, device.l2_bytes);
+  if (scheduler.work_tiles > INT32_MAX - 4096) return cudaErrorInvalidValue;
+  DSA_RETURN_IF_CUDA_ERROR(clear(p.workspace, kTileCounterBytes, stream));
+  const int box = std::min(p.lists.block_size, Tr::kKeys);
+  CUtensorMap q_map, k_map, v_map;
+  DSA_RETURN_IF_CUDA_ERROR(encode_heads(&q_map, p, p.q, p.dim, p.tile_queries));
+  DSA_RETURN_IF_CUDA_ERROR(encode_keys(&k_map, p, p.k, p.dim, box));
+  DSA_RETURN_IF_CUDA_ERROR(encode_keys(&v_map, p, p.v, p.value_dim, box));
+  return launch_persistent<Shared<Tr>>(fwd_kernel<Tr>, scheduler.work_tiles,
+                                       masked_attention::kThreads, stream, p, scheduler, lists,
+                                       static_cast<unsigned*>(p.workspace), q_map, k_map, v_map);
+}
+
+}  // namespace
+
+int64_t sparse_attention_fwd_workspace_bytes(const SparseAttentionFwdParams& p) {
+  const int queries = sizes_fit(p) ? tile_queries(p, kTileRows) : 0;
+  return queries > 0 ? kTileCounterBytes + tile_lists_bytes(p, queries) : 0;
+}
+
+cudaError_t launch_sparse_attention_fwd(const SparseAttentionFwdParams& params,
+                                        cudaStream_t stream) {
+  FwdCall p = {params, 0};
+  if (p.batch == 0 || p.queries == 0 || p.heads == 0) return cudaSuccess;
+  if (!sizes_fit(p)) return cudaErrorInvalidValue;
+  p.tile_queries = tile_queries(p, kTileRows);
+  if (p.tile_queries == 0) return cudaErrorInvalidValue;
+  const TileLists lists =
+      tile_lists(p, p.tile_queries, static_cast<char*>(p.workspace) + kTileCounterBytes);
+  DSA_RETURN_IF_CUDA_ERROR(make_unions(p, lists, stream));
+  return launch_dims(p, [&]<DType kType, int kD, int kE>() {
+    return launch<FwdTraits<kType, kD, kE>>(p, lists, stream);
+  });
+}
+
+}  // namespace jax_dsa

@@ -1,0 +1,57 @@
+// Sparse attention, forward pass: the mathematics of masked attention's forward kernel, over the
+// keys of the blocks that a query's KV head lists.
+//
+// Tiling. A work tile is (batch, KV head, a few neighbouring queries); its 128 MMA rows are the
+// heads of the KV head for each query. It walks over the union of the lists of its queries, which
+// lists.cuh describes, in steps of 128 keys (64 where values are wide). A key block is thus loaded
+// once for all queries of the tile.
+//
+// Warpgroups.
+//   0, 1  MMA: 64 rows each, as in masked attention
+//   2     producer: warp 0 schedules tiles, warp 1 loads the boxes of keys that the blocks of a step
+//         are, warps 2 and 3 make one bit per query and key
+#pragma once
+
+#include "masked_attention/fwd_consumer.cuh"
+#include "sparse_attention/fwd_plan.cuh"
+#include "sparse_attention/producer.cuh"
+
+namespace jax_dsa::sparse_attention {
+
+template <typename Tr>
+__global__ void __launch_bounds__(masked_attention::kThreads, 1)
+    fwd_kernel(const __grid_constant__ FwdCall p,
+               const __grid_constant__ masked_attention::TileScheduler scheduler,
+               const __grid_constant__ TileLists lists, unsigned* tile_counter,
+               const __grid_constant__ CUtensorMap q_map, const __grid_constant__ CUtensorMap k_map,
+               const __grid_constant__ CUtensorMap v_map) {
+  auto& shared = dynamic_shared<Shared<Tr>>();
+  // Rows of the tile beyond its queries are never loaded.
+  clear_shared(shared.q);
+  if (threadIdx.x == 0) {
+    masked_attention::init_barriers<Tr>(shared);
+    mbarrier_init_fence();
+  }
+  __syncthreads();
+  const int warpgroup = threadIdx.x / 128;
+  if (warpgroup == 0) {
+    raise_registers<Tr::kConsumerRegisters>();
+    masked_attention::consume<Tr, 0>(p, shared);
+  } else if (warpgroup == 1) {
+    raise_registers<Tr::kConsumerRegisters>();
+    masked_attention::consume<Tr, 1>(p, shared);
+  } else {
+    lower_registers<Tr::kProducerRegisters>();
+    const int warp = threadIdx.x / 32 % 4;
+    if (warp == 0) {
+      schedule_steps<Tr>(p, scheduler, lists, tile_counter, shared);
+    } else if (warp == 1) {
+      masked_attention::load_tiles<Tr>(
+          shared, BlockLoader<Tr, FwdCall, Shared<Tr>>{p, q_map, k_map, v_map, shared});
+    } else {
+      build_query_bits<Tr>(p, lists, shared, warp - 2);
+    }
+  }
+}
+
+}  // namespace jax_dsa::sparse_attention

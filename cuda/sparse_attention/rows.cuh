@@ -1,0 +1,89 @@
+// Work tiles of the kernels that walk over the keys of a tile of queries. The MMA rows of a tile are
+// the heads of one KV head, for each of its queries: row = query * heads + head.
+#pragma once
+
+#include <cstdint>
+
+#include "common/wgmma.cuh"
+#include "masked_attention/fwd_plan.cuh"
+#include "sparse_attention/lists.cuh"
+
+namespace jax_dsa::sparse_attention {
+
+using masked_attention::RowPlace;
+using masked_attention::WorkTile;
+
+// Sets the scores whose bit is not set to -inf. `first` and `second` hold the bits of the thread's
+// two rows. Mostly a row sees all keys of a word or none, since blocks have many keys.
+template <int kScores>
+__device__ __forceinline__ void mask_rows(float (&s)[kScores],
+                                          const uint32_t (&first)[kScores / 16],
+                                          const uint32_t (&second)[kScores / 16]) {
+  constexpr int kWords = kScores / 16;
+  const uint32_t* const rows[2] = {first, second};
+  uint32_t seen[2][kWords];
+  bool full = true, whole = true;
+#pragma unroll
+  for (int r = 0; r < 2; ++r) {
+#pragma unroll
+    for (int w = 0; w < kWords; ++w) {
+      seen[r][w] = rows[r][w];
+      full = full && seen[r][w] == ~0u;
+      whole = whole && (seen[r][w] == ~0u || seen[r][w] == 0u);
+    }
+  }
+  if (__all_sync(~0u, full)) return;
+  if (__all_sync(~0u, whole)) {
+#pragma unroll
+    for (int i = 0; i < kScores; ++i) s[i] = seen[i / 2 % 2][i / 16] ? s[i] : -INFINITY;
+    return;
+  }
+  const int column = threadIdx.x % 4 * 2;
+#pragma unroll
+  for (int i = 0; i < kScores; ++i) {
+    if (!(seen[i / 2 % 2][i / 16] >> (i % 16 / 4 * 8 + column + i % 2) & 1)) s[i] = -INFINITY;
+  }
+}
+
+// Writes zeros to an array in shared memory, by all threads of the CTA.
+template <int kBlocks, int kBytes>
+__device__ void clear_shared(uint8_t (&x)[kBlocks][kBytes]) {
+  const uint32_t zero[4] = {0, 0, 0, 0};
+  for (int i = threadIdx.x; i < kBlocks * kBytes / 16; i += blockDim.x) {
+    store_shared_16(smem_address(x) + i * 16, zero);
+  }
+  fence_async_proxy();
+}
+
+// A thread's rows of a work tile, `row` and row + 8.
+struct HeadRows {
+  int row;
+  int bits[2];  // their queries in the tile, or the last query for rows beyond it
+
+  template <typename Params>
+  __device__ HeadRows(const Params& p, int row) : row(row) {
+#pragma unroll
+    for (int r = 0; r < 2; ++r) bits[r] = min((row + 8 * r) / (p.heads / p.groups), p.tile_queries - 1);
+  }
+  template <int kScores>
+  __device__ void mask(float (&s)[kScores], const uint32_t (*query_bits)[kScores / 16]) const {
+    mask_rows(s, query_bits[bits[0]], query_bits[bits[1]]);
+  }
+  template <typename Params>
+  __device__ int head(const Params& p, const WorkTile& x, int r) const {
+    const int heads = p.heads / p.groups;
+    return x.head * heads + (row + 8 * r) % heads;
+  }
+  template <typename Params>
+  __device__ RowPlace place(const Params& p, const WorkTile& x) const {
+    const int heads = p.heads / p.groups;
+    const int rows = static_cast<int>(min(p.queries - x.query, int64_t{p.tile_queries})) * heads;
+    const auto at = [&](int r) {
+      const int64_t query = int64_t{x.batch} * p.queries + x.query + (row + 8 * r) / heads;
+      return query * p.heads + head(p, x, r);
+    };
+    return {at(0), at(1) - at(0), rows - row};
+  }
+};
+
+}  // namespace jax_dsa::sparse_attention
