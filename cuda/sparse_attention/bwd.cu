@@ -1,21 +1,47 @@
 // Launchers of the sparse attention backward kernels.
 
-#include "common/error.h"
-#include "common/launch.cuh"
-#include "masked_attention/launch.h"
 #include "sparse_attention/bwd_dkv.cuh"
 #include "sparse_attention/bwd_rows.cuh"
+#include "sparse_attention/launch.h"
+#include "sparse_attention/sparse_attention.h"
 
 namespace jax_dsa {
 namespace {
 
 using namespace sparse_attention;
 
+inline constexpr int kBwdTileRows = 128;  // MMA rows of a tile of TileLists
+
+// The arrays in the workspace.
+struct BwdWorkspace {
+  float* delta;  // [batch, queries, heads]
+  TileLists unions;
+  InverseLists inverse;
+  int64_t bytes;
+
+  BwdWorkspace(const SparseAttentionBwdParams& p, int tile_queries)
+      : delta(static_cast<float*>(p.workspace)),
+        unions(tile_lists(p, tile_queries, static_cast<char*>(p.workspace) + delta_bytes(p))),
+        inverse(p, static_cast<char*>(p.workspace) + delta_bytes(p) +
+                       tile_lists_bytes(p, tile_queries)),
+        bytes(delta_bytes(p) + tile_lists_bytes(p, tile_queries) + inverse.bytes) {}
+
+  static int64_t delta_bytes(const SparseAttentionBwdParams& p) {
+    return ceil_div(p.batch * p.queries * p.heads, int64_t{4}) * 16;
+  }
+};
+
+template <DType kType>
+cudaError_t launch_delta(const SparseAttentionBwdParams& p, float* delta, cudaStream_t stream) {
+  const int64_t blocks = ceil_div(p.batch * p.queries * p.heads, int64_t{kDeltaRows});
+  return launch_blocks(delta_kernel<kType>, blocks, kDeltaThreads, 0, stream, p, delta);
+}
+
 // Launches the kernels that build the inverse lists. A step of the main kernel has `step_entries`
 // entries.
 cudaError_t build_inverse_lists(const SparseAttentionBwdParams& p, const TileLists& unions,
-                                       const InverseLists& inverse, int step_entries,
-                                       cudaStream_t stream) {
+                                const InverseLists& inverse, int step_entries,
+                                cudaStream_t stream) {
   const int64_t blocks = p.batch * p.groups * inverse.chunks;
   if (blocks > INT32_MAX || inverse.tiles > INT32_MAX - kParts) return cudaErrorInvalidValue;
   DSA_RETURN_IF_CUDA_ERROR(clear(inverse.cursors, inverse.tiles * inverse.chunks * 4, stream));
@@ -30,52 +56,42 @@ cudaError_t build_inverse_lists(const SparseAttentionBwdParams& p, const TileLis
                        p, unions, inverse);
 }
 
-template <typename Tr>
-cudaError_t launch_dkv_kernel(const SparseAttentionBwdParams& p, const InverseLists& inverse,
-                              const float* delta, const StepShape& shape, cudaStream_t stream) {
-  CUtensorMap k_map, v_map;
-  DSA_RETURN_IF_CUDA_ERROR(masked_attention::encode_rows(&k_map, p.dtype, p.k, p.batch, p.keys,
-                                                         p.groups, p.dim, kTile));
-  DSA_RETURN_IF_CUDA_ERROR(masked_attention::encode_rows(&v_map, p.dtype, p.v, p.batch, p.keys,
-                                                         p.groups, p.value_dim, kTile));
-  return launch_persistent<DkvShared<Tr>>(dkv_kernel<Tr>, inverse.tiles + kParts, Tr::kThreads,
-                                          stream, p, inverse, delta, shape, k_map, v_map);
-}
-
-template <DType kType>
-cudaError_t launch_dkv_dims(const SparseAttentionBwdParams& p, const InverseLists& inverse,
-                            const float* delta, const StepShape& shape, cudaStream_t stream) {
-  if (p.dim > 192 || p.value_dim > 128) {
-    return launch_dkv_kernel<DkvTraits<kType, 256, 256>>(p, inverse, delta, shape, stream);
-  }
-  if (p.dim > 128) {
-    return launch_dkv_kernel<DkvTraits<kType, 192, 128>>(p, inverse, delta, shape, stream);
-  }
-  if (p.dim > 64 || p.value_dim > 64) {
-    return launch_dkv_kernel<DkvTraits<kType, 128, 128>>(p, inverse, delta, shape, stream);
-  }
-  return launch_dkv_kernel<DkvTraits<kType, 64, 64>>(p, inverse, delta, shape, stream);
-}
-
-// Computes dK and dV. `delta` is [batch, queries, heads], see bwd_rows.cuh. The workspace holds
-// InverseLists(p, workspace).bytes bytes.
-cudaError_t launch_dkv(const SparseAttentionBwdParams& p, const TileLists& unions,
-                              const float* delta, void* workspace, cudaStream_t stream) {
-  const InverseLists inverse(p, workspace);
+// Computes dK and dV from the unions and delta.
+template <DType kType, int kD, int kE>
+cudaError_t launch_dkv(const SparseAttentionBwdParams& p, const BwdWorkspace& w,
+                       cudaStream_t stream) {
+  using Tr = DkvTraits<kType, kD, kE>;
   const StepShape shape(p.heads / p.groups);
-  if (!shape.covers(p.heads / p.groups)) return cudaErrorInvalidValue;
-  if (inverse.tiles == 0) return cudaSuccess;
-  const int step_entries = shape.entries;
-  DSA_RETURN_IF_CUDA_ERROR(build_inverse_lists(p, unions, inverse, step_entries, stream));
-  switch (p.dtype) {
-    case DType::kBF16:
-      return launch_dkv_dims<DType::kBF16>(p, inverse, delta, shape, stream);
-    case DType::kF16:
-      return launch_dkv_dims<DType::kF16>(p, inverse, delta, shape, stream);
-    default:
-      return cudaErrorInvalidValue;
-  }
+  DSA_RETURN_IF_CUDA_ERROR(build_inverse_lists(p, w.unions, w.inverse, shape.entries, stream));
+  CUtensorMap k_map, v_map;
+  DSA_RETURN_IF_CUDA_ERROR(encode_keys(&k_map, p, p.k, p.dim, kTile));
+  DSA_RETURN_IF_CUDA_ERROR(encode_keys(&v_map, p, p.v, p.value_dim, kTile));
+  return launch_persistent<DkvShared<Tr>>(dkv_kernel<Tr>, w.inverse.tiles + kParts, Tr::kThreads,
+                                          stream, p, w.inverse, w.delta, shape, k_map, v_map);
 }
 
 }  // namespace
+
+int64_t sparse_attention_bwd_workspace_bytes(const SparseAttentionBwdParams& p) {
+  const int queries = tile_queries(p, kBwdTileRows);
+  return queries == 0 ? 0 : BwdWorkspace(p, queries).bytes;
+}
+
+cudaError_t launch_sparse_attention_bwd(const SparseAttentionBwdParams& p, cudaStream_t stream) {
+  if (!sizes_fit(p) || p.batch * p.queries * p.heads > INT32_MAX) return cudaErrorInvalidValue;
+  const int queries = tile_queries(p, kBwdTileRows);
+  if (queries == 0) return cudaErrorInvalidValue;
+  const BwdWorkspace w(p, queries);
+  if (p.batch * p.queries > 0) {
+    DSA_RETURN_IF_CUDA_ERROR(make_unions(p, w.unions, stream));
+  }
+  return launch_dims(p, [&]<DType kType, int kD, int kE>() {
+    if (p.batch * p.queries > 0) {
+      DSA_RETURN_IF_CUDA_ERROR(launch_delta<kType>(p, w.delta, stream));
+      // The kernel of dQ, which walks over the unions, goes here.
+    }
+    return w.inverse.tiles > 0 ? launch_dkv<kType, kD, kE>(p, w, stream) : cudaSuccess;
+  });
+}
+
 }  // namespace jax_dsa

@@ -130,13 +130,12 @@ __device__ void consume(const SparseAttentionBwdParams& p, DkvShared<Tr>& shared
 #pragma unroll
       for (int i = 0; i < kScores; i += 2) {
         const float2 lse = of_rows(shared.lse[at], i);
-        packed[i / 8][i / 2 % 4] =
-            pack_16<Tr::kType>(exp2_approx(fmaf(s[i], to_log2, -lse.x)),
-                               exp2_approx(fmaf(s[i + 1], to_log2, -lse.y)));
+        packed[i / 8][i / 2 % 4] = pack_16<Tr::kType>(exp2_approx(fmaf(s[i], to_log2, -lse.x)),
+                                                      exp2_approx(fmaf(s[i + 1], to_log2, -lse.y)));
       }
       if (flags & kSomeHidden) {
-        const auto* const bits = reinterpret_cast<const uint16_t*>(
-            &shared.seen[at][warp_now() * 16 + lane_now() / 4]);
+        const auto* const bits =
+            reinterpret_cast<const uint16_t*>(&shared.seen[at][warp_now() * 16 + lane_now() / 4]);
         const uint32_t seen = bits[lane_now() % 4] | bits[8 * 4 + lane_now() % 4] << 16;
 #pragma unroll
         for (int c = 0; c < kRows / 8; ++c) {
@@ -194,8 +193,8 @@ __device__ void consume(const SparseAttentionBwdParams& p, DkvShared<Tr>& shared
 #pragma unroll
         for (int i = 0; i < kDim / 16; ++i) {
           const int chunk = (i % 4 * 2 + lane / 16) ^ (lane % 8);
-          load_matrix_x4(
-              smem_address(keys) + i / 4 * kBlockBytes + row * 128 + chunk * 16, fragments[i]);
+          load_matrix_x4(smem_address(keys) + i / 4 * kBlockBytes + row * 128 + chunk * 16,
+                         fragments[i]);
         }
         arrive(&shared.item_free);
       }
@@ -207,9 +206,8 @@ __device__ void consume(const SparseAttentionBwdParams& p, DkvShared<Tr>& shared
 
     const int dim = kProbabilities ? p.value_dim : p.dim;
     const int row = item.key + warp_now() * 16 + lane_now() / 4;
-    float* const out =
-        (kProbabilities ? p.dv : p.dk) +
-        ((item.batch * p.keys + row) * p.groups + item.group) * dim;
+    float* const out = (kProbabilities ? p.dv : p.dk) +
+                       ((item.batch * p.keys + row) * p.groups + item.group) * dim;
     uint32_t* const parts_added = item.parts_added + thread_index() / 32;
     if (item.part > 0) {
       if (lane_now() == 0) counter_wait(parts_added, item.part);

@@ -22,8 +22,7 @@ namespace jax_dsa::sparse_attention {
 
 inline constexpr int kInverseThreads = 512;
 inline constexpr int kPlanThreads = 1024;
-inline constexpr int kMaxChunks = 128;       // of the queries of a batch entry and KV head
-inline constexpr int kMaxTileQueries = 128;  // queries of a tile of TileLists
+inline constexpr int kMaxChunks = 128;  // of the queries of a batch entry and KV head
 // A key tile whose list is longer than the total divided by this is processed in parts.
 inline constexpr int kParts = 1024;
 inline constexpr int kMinPartSteps = 8;  // steps of a part, at least
@@ -85,25 +84,11 @@ struct InverseLists {
   // Returns how many entries a query and KV head have at most: one per block and key tile.
   static int64_t max_entries(const SparseAttentionBwdParams& p) {
     const SparseAttentionLists& x = p.lists;
-    int64_t blocks = x.slots;
-    if (x.positions) {
-      blocks += std::min(int64_t{x.sink_blocks} + x.local_blocks + x.tail_block,
-                         ceil_div(p.keys, int64_t{x.block_size}));
-    }
+    const int64_t blocks = int64_t{x.slots} + ForcedBlocks(p).count();
     const int tiles = ceil_div(x.block_size, kTile);
     return blocks * (x.starts && x.block_size > 1 ? tiles + 1 : tiles);
   }
 };
-
-// Returns the row of k where the keys that a query sees end.
-__device__ __forceinline__ int end_of_keys(const SparseAttentionLists& lists, int64_t keys,
-                                           int64_t query) {
-  int64_t end = keys;
-  if (lists.positions) end = min(end, int64_t{lists.positions[query]} + 1);
-  if (lists.lengths) end = min(end, int64_t{lists.lengths[query]});
-  if (lists.starts) end += lists.starts[query];
-  return static_cast<int>(min(end, keys));
-}
 
 // Visits the entries of all queries of a chunk. Without kFill it counts them, with kFill it writes
 // them. Queries come in ascending order: the CTA finishes a tile of TileLists before the next one,
@@ -131,8 +116,7 @@ __global__ void __launch_bounds__(kInverseThreads)
     __syncthreads();
     for (int i = thread_index(); i < unions.tile_queries; i += kInverseThreads) {
       ends[i] = first_query + i < p.queries
-                    ? end_of_keys(p.lists, p.keys,
-                                  pair / p.groups * p.queries + first_query + i)
+                    ? key_end(p.lists, pair / p.groups * p.queries + first_query + i, p.keys)
                     : 0;
     }
     __syncthreads();
@@ -180,7 +164,8 @@ __global__ void __launch_bounds__(kInverseThreads)
         const int row = rows[base + lane];
         first = row / kTile;
         last = min((row + block_size - 1) / kTile, inverse.key_tiles - 1);
-        if (base + lane > 0) first = max(first, (rows[base + lane - 1] + block_size - 1) / kTile + 1);
+        if (base + lane > 0)
+          first = max(first, (rows[base + lane - 1] + block_size - 1) / kTile + 1);
       }
       for (uint32_t left = __ballot_sync(~0u, first <= last); left != 0; left &= left - 1) {
         const int from = __ffs(left) - 1;
@@ -245,13 +230,12 @@ __global__ void __launch_bounds__(kPlanThreads)
                             int64_t{kMinPartSteps});
   const int part_entries = static_cast<int>(steps * step_entries);
   const auto parts = [&](int count) { return max(ceil_div(count, part_entries), 1); };
-  const int64_t items =
-      scan([&](int count) { return int64_t{parts(count)}; },
-           [&](int64_t tile, int count, int64_t before) {
-             for (int i = 0; i < parts(count); ++i) {
-               inverse.items[before + i] = {static_cast<int32_t>(tile), i};
-             }
-           });
+  const int64_t items = scan([&](int count) { return int64_t{parts(count)}; },
+                             [&](int64_t tile, int count, int64_t before) {
+                               for (int i = 0; i < parts(count); ++i) {
+                                 inverse.items[before + i] = {static_cast<int32_t>(tile), i};
+                               }
+                             });
   if (thread_index() == 0) *inverse.plan = {0, static_cast<unsigned>(items), part_entries, 0};
 }
 

@@ -32,43 +32,27 @@ struct DkvTraits {
   static_assert(registers_fit(1, 2, kConsumerRegisters, kProducerRegisters));
 };
 
-// How the rows of q and dout that belong to an entry of an inverse list are divided into steps.
-// Usually a step has the rows of several entries, one per head. If a KV head has more than kRows
-// query heads, an entry has several steps.
+// How the rows of q and dout are divided into steps. A step has several entries of an inverse list,
+// and a row for each head of these queries.
 struct StepShape {
-  int heads;           // of an entry in a step
-  int entries;         // of a step
-  int steps_of_entry;  // 1 if heads are all heads of a KV head
+  int heads;    // of a KV head
+  int entries;  // of a step
 
-  __host__ __device__ explicit StepShape(int heads_per_group) {
-    steps_of_entry = ceil_div(heads_per_group, kRows);
-    heads = heads_per_group / steps_of_entry;
-    entries = kRows / heads;
-  }
-  // Returns whether the shape covers all heads.
-  bool covers(int heads_per_group) const { return heads * steps_of_entry == heads_per_group; }
+  explicit StepShape(int heads) : heads(heads), entries(kRows / heads) {}
   // Returns the number of steps of a list of `count` entries.
-  __host__ __device__ int steps(int count) const {
-    return steps_of_entry > 1 ? count * steps_of_entry : ceil_div(count, entries);
-  }
-  // Returns the place in the list of entry `i` of a step.
-  __device__ int entry(int step, int i) const {
-    return steps_of_entry > 1 ? step / steps_of_entry : step * entries + i;
-  }
-  // Returns the first head of a step within its group.
-  __device__ int first_head(int step) const { return step % steps_of_entry * heads; }
+  __device__ int steps(int count) const { return ceil_div(count, entries); }
 };
 
 // What a CTA processes next: a part of the list of a key tile.
 struct DkvItem {
   int batch, group;
-  int key;      // the first key of the tile
-  int steps;    // 0 if no query sees the keys
+  int key;    // the first key of the tile
+  int steps;  // 0 if no query sees the keys
   int entries;
   int64_t first;  // the first entry
   int part;
-  bool several;  // the tile has several parts
-  bool done;     // there are no more items
+  bool several;           // the tile has several parts
+  bool done;              // there are no more items
   uint32_t* parts_added;  // see InverseLists
 };
 

@@ -60,27 +60,26 @@ struct StepRows {
   uint64_t keys[2];  // the keys that the entries see
   bool hidden;       // some row does not see all keys
 
-  // Loads it. `entry_of` returns the place in the list of an entry of the step, and `first` is the
-  // first row of q of head `head` of the batch entry.
-  template <typename Tr, typename EntryOf>
+  // Loads it. `begin` is the first entry of the step within the item, and `first_row` is the row of
+  // q of the batch entry's first query.
+  template <typename Tr>
   __device__ StepRows(const SparseAttentionBwdParams& p, const InverseLists& inverse,
                       const float* delta_of, const StepShape& shape, const DkvShared<Tr>& shared,
-                      const DkvItem& item, int first, EntryOf entry_of) {
+                      const DkvItem& item, int begin, int first_row) {
     const int lane = thread_index() % 32;
     bool all = shape.entries * shape.heads == kRows;
 #pragma unroll
     for (int i = 0; i < 2; ++i) {
-      const int row = lane + 32 * i, own = shared.entry_of_row[row], n = entry_of(own);
+      const int row = lane + 32 * i, own = shared.entry_of_row[row], n = begin + own;
       const bool exists = own < shape.entries && n < item.entries;
       const int query = load_now(inverse.queries + item.first + n, exists, 0);
-      const int at = first + query * p.heads + row - own * shape.heads;
+      const int at = first_row + query * p.heads + row - own * shape.heads;
       max_logit[i] = load_now(p.max_logit + at, exists, -INFINITY);
       log_sum[i] = load_now(p.log_sum + at, exists, 0.f);
       delta[i] = load_now(delta_of + at, exists, 0.f);
-      const int entry = entry_of(row);
-      const bool listed = row < shape.entries && entry < item.entries;
+      const bool listed = row < shape.entries && begin + row < item.entries;
       uint32_t x[2];
-      load_8_now(inverse.keys + item.first + entry, listed, x);
+      load_8_now(inverse.keys + item.first + begin + row, listed, x);
       keys[i] = uint64_t{x[1]} << 32 | x[0];
       all = all && (row >= shape.entries || keys[i] == ~uint64_t{0});
     }
@@ -141,36 +140,37 @@ __device__ void produce(const SparseAttentionBwdParams& p, const InverseLists& i
     __syncwarp();
     if (lane == 0) mbarrier_arrive(&shared.item_free);
     if (item.done) return;
+    const int first_row =
+        static_cast<int>(item.batch * p.queries * p.heads) + item.group * shape.heads;
     int next[4] = {};  // the queries of this thread's rows in the next step, or -1
     const auto fetch = [&](int step) {
 #pragma unroll
       for (int i = 0; i < 4; ++i) {
         const int own = shared.entry_of_row[Gather::row(warp, i, sub)];
-        const int n = shape.entry(step, own);
-        next[i] = load_now(inverse.queries + item.first + n,
-                           own < shape.entries && n < item.entries, -1);
+        const int n = step * shape.entries + own;
+        next[i] =
+            load_now(inverse.queries + item.first + n, own < shape.entries && n < item.entries, -1);
       }
     };
     if (item.steps > 0) fetch(0);
 #pragma unroll 1
     for (int step = 0; step < item.steps; ++step) {
       const int at = ring.index;
-      const int head = item.group * shape.heads * shape.steps_of_entry + shape.first_head(step);
-      const int first = static_cast<int>(item.batch * p.queries * p.heads) + head;
       int rows[4];  // rows of q and dout
       bool valid[4];
 #pragma unroll
       for (int i = 0; i < 4; ++i) {
         const int row = Gather::row(warp, i, sub);
         valid[i] = next[i] >= 0;
-        rows[i] = first + next[i] * p.heads + row -
-                  shared.entry_of_row[row] * shape.heads;
+        rows[i] = first_row + next[i] * p.heads + row - shared.entry_of_row[row] * shape.heads;
       }
       if (step + 1 < item.steps) fetch(step + 1);
-      const auto copy = [&]<int kBlocks>(const void* x, int dim, uint8_t (&to)[kBlocks][kBlockBytes]) {
+      const auto copy = [&]<int kBlocks>(const void* x, int dim,
+                                         uint8_t (&to)[kBlocks][kBlockBytes]) {
 #pragma unroll
         for (int i = 0; i < 4; ++i) {
-          const char* const from = static_cast<const char*>(x) + int64_t{rows[i]} * (dim * 2) + chunk * 16;
+          const char* const from =
+              static_cast<const char*>(x) + int64_t{rows[i]} * (dim * 2) + chunk * 16;
 #pragma unroll
           for (int block = 0; block < kBlocks; ++block) {
             cp_async_16(whole_sum(smem_address(to), gather.offset[i % 2]) + block * kBlockBytes +
@@ -186,8 +186,7 @@ __device__ void produce(const SparseAttentionBwdParams& p, const InverseLists& i
         cp_async_arrive(&shared.full[at]);
       };
       if (turn == warp) {
-        const StepRows own(p, inverse, delta, shape, shared, item, first,
-                           [&](int i) { return shape.entry(step, i); });
+        const StepRows own(p, inverse, delta, shape, shared, item, step * shape.entries, first_row);
         copy_all();
         own.store(shape, shared, at);
         __syncwarp();
