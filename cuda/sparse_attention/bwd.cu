@@ -22,8 +22,9 @@ struct BwdWorkspace {
   BwdWorkspace(const SparseAttentionBwdParams& p, int tile_queries)
       : delta(static_cast<float*>(p.workspace)),
         unions(tile_lists(p, tile_queries, static_cast<char*>(p.workspace) + delta_bytes(p))),
-        inverse(p, static_cast<char*>(p.workspace) + delta_bytes(p) +
-                       tile_lists_bytes(p, tile_queries)),
+        inverse(
+            p, unions.tiles,
+            static_cast<char*>(p.workspace) + delta_bytes(p) + tile_lists_bytes(p, tile_queries)),
         bytes(delta_bytes(p) + tile_lists_bytes(p, tile_queries) + inverse.bytes) {}
 
   static int64_t delta_bytes(const SparseAttentionBwdParams& p) {

@@ -20,9 +20,10 @@
 
 namespace jax_dsa::sparse_attention {
 
-inline constexpr int kInverseThreads = 512;
+inline constexpr int kInverseThreads = 256;
 inline constexpr int kPlanThreads = 1024;
-inline constexpr int kMaxChunks = 128;  // of the queries of a batch entry and KV head
+// CTAs that build the lists, about. A CTA processes a chunk of the queries of a KV head.
+inline constexpr int kInverseBlocks = 1024;
 // A key tile whose list is longer than the total divided by this is processed in parts.
 inline constexpr int kParts = 1024;
 inline constexpr int kMinPartSteps = 8;  // steps of a part, at least
@@ -35,9 +36,11 @@ struct InversePlan {
   int unused;
 };
 
-// A work item: part `part` of the list of a key tile.
+// A work item: part `part` of the list of a key tile, `entries` entries from `first` on.
 struct InverseItem {
-  int32_t tile, part;
+  int64_t first;
+  int32_t tile, part, entries;
+  bool several;  // the list has several parts
 };
 
 // The lists, in the workspace. Key tile i of KV head g in batch entry b has the number
@@ -58,12 +61,13 @@ struct InverseLists {
   int64_t bytes;  // of all arrays
   int key_tiles, chunks;
 
-  InverseLists(const SparseAttentionBwdParams& p, void* workspace) {
+  // `query_tiles` is the number of tiles of TileLists per batch entry and KV head.
+  InverseLists(const SparseAttentionBwdParams& p, int64_t query_tiles, void* workspace) {
     const int64_t pairs = p.batch * p.groups;
     key_tiles = static_cast<int>(ceil_div(p.keys, int64_t{kTile}));
     tiles = pairs * key_tiles;
-    chunks = static_cast<int>(
-        std::clamp(int64_t{1024} / std::max(pairs, int64_t{1}), int64_t{1}, int64_t{kMaxChunks}));
+    chunks = static_cast<int>(std::clamp(kInverseBlocks / std::max(pairs, int64_t{1}), int64_t{1},
+                                         std::max(query_tiles, int64_t{1})));
     capacity = pairs * p.queries * max_entries(p);
     int64_t at = 0;
     const auto take = [&]<typename T>(T*& array, int64_t size) {
@@ -126,6 +130,7 @@ __global__ void __launch_bounds__(kInverseThreads)
       const int first_key = key_tile * kTile;
       for (int word = 0; word < unions.words; ++word) {
         const int i = word * 32 + lane, end = i < unions.tile_queries ? ends[i] : 0;
+        // Calls emit(mask) for each entry of this lane's query but the last, whose mask it returns.
         const auto for_each_mask = [&](auto emit) {
           uint64_t mask = 0;
           for (int x = entry; x < count; ++x) {
@@ -138,10 +143,12 @@ __global__ void __launch_bounds__(kInverseThreads)
             if (mask & keys) emit(mask), mask = 0;
             mask |= keys;
           }
-          if (mask) emit(mask);
+          return mask;
         };
         int masks = 0;
-        for_each_mask([&](uint64_t) { ++masks; });
+        const uint64_t last_mask = for_each_mask([&](uint64_t) { ++masks; });
+        const bool several = masks > 0;
+        masks += last_mask != 0;
         const int sum = inclusive_scan(masks), all = __shfl_sync(~0u, sum, 31);
         if (all == 0) continue;
         int at = 0;
@@ -149,10 +156,12 @@ __global__ void __launch_bounds__(kInverseThreads)
         if constexpr (kFill) {
           at = __shfl_sync(~0u, at, 0) + sum - masks;
           int64_t to = inverse.starts[pair * inverse.key_tiles + key_tile] + at;
-          for_each_mask([&](uint64_t mask) {
+          const auto write = [&](uint64_t mask) {
             inverse.queries[to] = static_cast<int32_t>(first_query + i), inverse.keys[to] = mask;
             ++to;
-          });
+          };
+          if (several) for_each_mask(write);
+          if (last_mask != 0) write(last_mask);
         }
       }
     };
@@ -233,7 +242,10 @@ __global__ void __launch_bounds__(kPlanThreads)
   const int64_t items = scan([&](int count) { return int64_t{parts(count)}; },
                              [&](int64_t tile, int count, int64_t before) {
                                for (int i = 0; i < parts(count); ++i) {
-                                 inverse.items[before + i] = {static_cast<int32_t>(tile), i};
+                                 const int first = i * part_entries;
+                                 inverse.items[before + i] = {
+                                     inverse.starts[tile] + first, static_cast<int32_t>(tile), i,
+                                     min(count - first, part_entries), count > part_entries};
                                }
                              });
   if (thread_index() == 0) *inverse.plan = {0, static_cast<unsigned>(items), part_entries, 0};

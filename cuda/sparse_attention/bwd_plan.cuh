@@ -43,7 +43,7 @@ struct StepShape {
   __device__ int steps(int count) const { return ceil_div(count, entries); }
 };
 
-// What a CTA processes next: a part of the list of a key tile.
+// What a CTA processes next. See InverseItem.
 struct DkvItem {
   int batch, group;
   int key;    // the first key of the tile

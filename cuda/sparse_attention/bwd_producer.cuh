@@ -9,49 +9,41 @@ namespace jax_dsa::sparse_attention {
 
 // Returns the work item with number `index`.
 __device__ inline DkvItem item_at(const SparseAttentionBwdParams& p, const InverseLists& inverse,
-                                  const StepShape& shape, unsigned index) {
-  const InversePlan plan = *inverse.plan;
+                                  const StepShape& shape, const InversePlan& plan, unsigned index) {
   if (index >= plan.items) return {.done = true};
   const InverseItem item = inverse.items[index];
-  const int pair = item.tile / inverse.key_tiles, before = item.part * plan.part_entries;
-  const int count = inverse.counts[item.tile];
-  const int entries = min(count - before, plan.part_entries);
+  const int pair = item.tile / inverse.key_tiles;
   return {.batch = pair / p.groups,
           .group = pair % p.groups,
           .key = item.tile % inverse.key_tiles * kTile,
-          .steps = shape.steps(entries),
-          .entries = entries,
-          .first = inverse.starts[item.tile] + before,
+          .steps = shape.steps(item.entries),
+          .entries = item.entries,
+          .first = item.first,
           .part = item.part,
-          .several = count > plan.part_entries,
+          .several = item.several,
           .parts_added = inverse.parts_added + int64_t{item.tile} * 8};
 }
 
-// Takes the next work item, shares it with all warps, and loads K and V. One warp calls this.
+// Shares a work item with all warps, and loads K and V. One thread calls this.
 template <typename Tr>
-__device__ void take_item(const SparseAttentionBwdParams& p, const InverseLists& inverse,
-                          const StepShape& shape, const CUtensorMap& k_map,
-                          const CUtensorMap& v_map, DkvShared<Tr>& shared, uint32_t parity) {
-  if (thread_index() % 32 == 0) {
-    const DkvItem item = item_at(p, inverse, shape, atomicAdd(&inverse.plan->next_item, 1u));
-    mbarrier_wait(&shared.item_free, parity ^ 1);
-    shared.item = item;
-    mbarrier_arrive(&shared.item_full);
-    if (item.steps == 0) {
-      mbarrier_arrive(&shared.kv_full);
-    } else {
-      mbarrier_arrive_expect(&shared.kv_full, (Tr::kDBlocks + Tr::kEBlocks) * kBlockBytes);
-      for (int block = 0; block < Tr::kDBlocks; ++block) {
-        tma_load(shared.k[block], &k_map, &shared.kv_full, block * 64, item.group, item.key,
-                 item.batch);
-      }
-      for (int block = 0; block < Tr::kEBlocks; ++block) {
-        tma_load(shared.v[block], &v_map, &shared.kv_full, block * 64, item.group, item.key,
-                 item.batch);
-      }
-    }
+__device__ void share_item(const DkvItem& item, const CUtensorMap& k_map, const CUtensorMap& v_map,
+                           DkvShared<Tr>& shared, uint32_t parity) {
+  mbarrier_wait(&shared.item_free, parity ^ 1);
+  shared.item = item;
+  mbarrier_arrive(&shared.item_full);
+  if (item.steps == 0) {
+    mbarrier_arrive(&shared.kv_full);
+    return;
   }
-  __syncwarp();
+  mbarrier_arrive_expect(&shared.kv_full, (Tr::kDBlocks + Tr::kEBlocks) * kBlockBytes);
+  for (int block = 0; block < Tr::kDBlocks; ++block) {
+    tma_load(shared.k[block], &k_map, &shared.kv_full, block * 64, item.group, item.key,
+             item.batch);
+  }
+  for (int block = 0; block < Tr::kEBlocks; ++block) {
+    tma_load(shared.v[block], &v_map, &shared.kv_full, block * 64, item.group, item.key,
+             item.batch);
+  }
 }
 
 // What the MMA warpgroups need to know of the rows of a step. A lane has two rows and two entries.
@@ -132,9 +124,17 @@ __device__ void produce(const SparseAttentionBwdParams& p, const InverseLists& i
   const uint64_t keep = l2_policy_evict_last();
   const Gather gather(warp, sub, chunk);
   RingPlace<Tr::kStages> ring = {0, 1};
+  const bool scheduler = warp == 0 && lane == 0;
+  const InversePlan plan = *inverse.plan;
+  unsigned index = 0;
+  if (scheduler) index = atomicAdd(&inverse.plan->next_item, 1u);
   int turn = 0;
   for (uint32_t parity = 0;; parity ^= 1) {
-    if (warp == 0) take_item(p, inverse, shape, k_map, v_map, shared, parity);
+    if (scheduler) {
+      share_item(item_at(p, inverse, shape, plan, index), k_map, v_map, shared, parity);
+      index = atomicAdd(&inverse.plan->next_item, 1u);  // of the next item, long before its use
+    }
+    __syncwarp();
     mbarrier_wait(&shared.item_full, parity);
     const DkvItem item = shared.item;
     __syncwarp();
