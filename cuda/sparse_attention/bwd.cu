@@ -62,7 +62,7 @@ template <DType kType, int kD, int kE>
 cudaError_t launch_dkv(const SparseAttentionBwdParams& p, const BwdWorkspace& w,
                        cudaStream_t stream) {
   using Tr = DkvTraits<kType, kD, kE>;
-  const StepShape shape(p.heads / p.groups);
+  const StepShape shape(p.heads / p.groups, Tr::kRows);
   DSA_RETURN_IF_CUDA_ERROR(build_inverse_lists(p, w.unions, w.inverse, shape.entries, stream));
   CUtensorMap k_map, v_map;
   DSA_RETURN_IF_CUDA_ERROR(encode_keys(&k_map, p, p.k, p.dim, kTile));

@@ -63,7 +63,7 @@ __device__ __forceinline__ void store_sums(const float (&sum)[kN], float factor,
 // The main loop of an MMA warpgroup: warpgroup 0 if kProbabilities, else warpgroup 1.
 template <typename Tr, bool kProbabilities>
 __device__ void consume(const SparseAttentionBwdParams& p, DkvShared<Tr>& shared) {
-  constexpr int kScores = kRows / 2, kSteps = kRows / 16;
+  constexpr int kScores = Tr::kRows / 2, kSteps = Tr::kRows / 16;
   constexpr int kDim = kProbabilities ? Tr::kD : Tr::kE;     // of the first product
   constexpr int kSumDim = kProbabilities ? Tr::kE : Tr::kD;  // of the second product
   // Recompute thread-dependent indices in every step. Keeping them live would cost registers that
@@ -98,11 +98,12 @@ __device__ void consume(const SparseAttentionBwdParams& p, DkvShared<Tr>& shared
     wgmma_fence();
 #pragma unroll
     for (int i = 0; i < kDim / 16; ++i) {
-      const int next = i / 4 * (kBlockBytes / 16) + i % 4 * 2;
+      const uint64_t b = rows + i / 4 * (Tr::kRowsBytes / 16) + i % 4 * 2;
       if constexpr (Tr::kInRegisters) {
-        wgmma_16<Tr::kType, kKMajor>(s, fragments[i], rows + next, i > 0);
+        wgmma_16<Tr::kType, kKMajor>(s, fragments[i], b, i > 0);
       } else {
-        wgmma_16<Tr::kType, kKMajor, kKMajor>(s, own_keys + next, rows + next, i > 0);
+        wgmma_16<Tr::kType, kKMajor, kKMajor>(s, own_keys + i / 4 * (kBlockBytes / 16) + i % 4 * 2,
+                                              b, i > 0);
       }
     }
     wgmma_commit();
@@ -113,7 +114,7 @@ __device__ void consume(const SparseAttentionBwdParams& p, DkvShared<Tr>& shared
     const int at = uniform(ring.index), p_at = uniform(p_ring.index);
     const int flags = uniform(shared.flags[at]);
     // Returns the values of the rows of scores i and i + 1.
-    const auto of_rows = [&](const float (&x)[kRows], int i) {
+    const auto of_rows = [&](const float (&x)[Tr::kRows], int i) {
       return *reinterpret_cast<const float2*>(&x[i / 4 * 8 + lane_now() % 4 * 2]);
     };
     // The address of a thread's 16 bytes of P for 16 columns.
@@ -138,7 +139,7 @@ __device__ void consume(const SparseAttentionBwdParams& p, DkvShared<Tr>& shared
             reinterpret_cast<const uint16_t*>(&shared.seen[at][warp_now() * 16 + lane_now() / 4]);
         const uint32_t seen = bits[lane_now() % 4] | bits[8 * 4 + lane_now() % 4] << 16;
 #pragma unroll
-        for (int c = 0; c < kRows / 8; ++c) {
+        for (int c = 0; c < Tr::kRows / 8; ++c) {
           packed[c / 2][c % 2 * 2] &= spread_top_bits<0>(seen << c);
           packed[c / 2][c % 2 * 2 + 1] &= spread_top_bits<1>(seen << c);
         }
@@ -166,7 +167,7 @@ __device__ void consume(const SparseAttentionBwdParams& p, DkvShared<Tr>& shared
       arrive(&shared.p_free[p_at]);
     }
     wgmma_pin(packed);
-    const uint64_t rows = mn_major_descriptor(second_rows(at), kBlockBytes);
+    const uint64_t rows = mn_major_descriptor(second_rows(at), Tr::kRowsBytes);
     wgmma_fence();
 #pragma unroll
     for (int k = 0; k < kSteps; ++k) {
@@ -251,7 +252,7 @@ __global__ void __launch_bounds__(Tr::kThreads, 1)
     }
     shared.entry_columns[thread] = columns;
   }
-  if (thread < kRows) shared.entry_of_row[thread] = thread / shape.heads;
+  if (thread < Tr::kRows) shared.entry_of_row[thread] = thread / shape.heads;
   __syncthreads();
   const int warpgroup = uniform(threadIdx.x / 128);
   if (warpgroup == 0) {

@@ -13,7 +13,6 @@ namespace jax_dsa::sparse_attention {
 using masked_attention::HugeRow;
 using masked_attention::kHugeRow;
 
-inline constexpr int kRows = 64;       // rows of q and dout of a step
 inline constexpr int kSharedRows = 2;  // buffers of P
 
 // kD: maximum dim of queries and keys. kE: maximum dim of values.
@@ -22,10 +21,13 @@ struct DkvTraits {
   static constexpr DType kType = kType_;
   static constexpr int kD = kD_, kE = kE_;
   static constexpr int kDBlocks = kD / 64, kEBlocks = kE / 64;
+  // Rows of q and dout of a step. With 256 dims, shared memory then holds three steps.
+  static constexpr int kRows = kD <= 192 && kE <= 128 ? 64 : 48;
+  static constexpr int kRowsBytes = kRows * 128;  // of 64 columns
   // Whether K and V are read into registers. This halves what their products read from shared
   // memory. With 256 dims, registers are scarce.
   static constexpr bool kInRegisters = kD <= 192 && kE <= 128;
-  static constexpr int kStages = kD <= 64 ? 8 : kD <= 128 ? 5 : kD <= 192 ? 4 : 2;
+  static constexpr int kStages = kD <= 64 ? 8 : kD <= 128 ? 5 : kD <= 192 ? 4 : 3;
   static constexpr int kThreads = 384;
   static constexpr int kConsumerRegisters = kD <= 128 ? 208 : 216;
   static constexpr int kProducerRegisters = kD <= 128 ? 88 : 72;
@@ -38,7 +40,7 @@ struct StepShape {
   int heads;    // of a KV head
   int entries;  // of a step
 
-  explicit StepShape(int heads) : heads(heads), entries(kRows / heads) {}
+  StepShape(int heads, int rows) : heads(heads), entries(rows / heads) {}
   // Returns the number of steps of a list of `count` entries.
   __device__ int steps(int count) const { return ceil_div(count, entries); }
 };
@@ -63,17 +65,17 @@ template <typename Tr>
 struct alignas(1024) DkvShared {
   uint8_t k[Tr::kDBlocks][kBlockBytes];
   uint8_t v[Tr::kEBlocks][kBlockBytes];
-  uint8_t q[Tr::kStages][Tr::kDBlocks][kBlockBytes];
-  uint8_t dout[Tr::kStages][Tr::kEBlocks][kBlockBytes];
-  uint8_t p[kSharedRows][kTile * kRows * 2];  // fragments of P, from warpgroup 0 to warpgroup 1
-  float lse[Tr::kStages][kRows];              // in log2 units; 0 for huge rows
-  float delta[Tr::kStages][kRows];
-  HugeRow huge_rows[Tr::kStages][kRows];
+  uint8_t q[Tr::kStages][Tr::kDBlocks][Tr::kRowsBytes];
+  uint8_t dout[Tr::kStages][Tr::kEBlocks][Tr::kRowsBytes];
+  uint8_t p[kSharedRows][kTile * Tr::kRows * 2];  // fragments of P, from warpgroup 0 to warpgroup 1
+  float lse[Tr::kStages][Tr::kRows];              // in log2 units; 0 for huge rows
+  float delta[Tr::kStages][Tr::kRows];
+  HugeRow huge_rows[Tr::kStages][Tr::kRows];
   // Which rows see a key. The bits of a key are in the order that column_bit gives.
   uint64_t seen[Tr::kStages][kTile];
-  uint64_t entry_columns[kRows];  // the columns of an entry of a step, in the same order
-  uint8_t entry_of_row[kRows];    // the entry of a step that a row belongs to
-  uint8_t flags[Tr::kStages];     // DkvFlags
+  uint64_t entry_columns[Tr::kRows];  // the columns of an entry of a step, in the same order
+  uint8_t entry_of_row[Tr::kRows];    // the entry of a step that a row belongs to
+  uint8_t flags[Tr::kStages];         // DkvFlags
   DkvItem item;
   uint64_t item_full, item_free;
   uint64_t kv_full;  // K and V of the item are loaded, if it needs them

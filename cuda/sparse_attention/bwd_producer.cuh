@@ -1,7 +1,6 @@
 // The producer warpgroup of the dK and dV kernel of sparse attention. See bwd_dkv.cuh.
 #pragma once
 
-#include "common/gather.cuh"
 #include "common/tma.cuh"
 #include "sparse_attention/bwd_plan.cuh"
 
@@ -50,7 +49,6 @@ __device__ void share_item(const DkvItem& item, const CUtensorMap& k_map, const 
 struct StepRows {
   float max_logit[2], log_sum[2], delta[2];
   uint64_t keys[2];  // the keys that the entries see
-  bool hidden;       // some row does not see all keys
 
   // Loads it. `begin` is the first entry of the step within the item, and `first_row` is the row of
   // q of the batch entry's first query.
@@ -59,10 +57,10 @@ struct StepRows {
                       const float* delta_of, const StepShape& shape, const DkvShared<Tr>& shared,
                       const DkvItem& item, int begin, int first_row) {
     const int lane = thread_index() % 32;
-    bool all = shape.entries * shape.heads == kRows;
 #pragma unroll
     for (int i = 0; i < 2; ++i) {
-      const int row = lane + 32 * i, own = shared.entry_of_row[row], n = begin + own;
+      const int row = lane + 32 * i, own = row < Tr::kRows ? shared.entry_of_row[row] : Tr::kRows;
+      const int n = begin + own;
       const bool exists = own < shape.entries && n < item.entries;
       const int query = load_now(inverse.queries + item.first + n, exists, 0);
       const int at = first_row + query * p.heads + row - own * shape.heads;
@@ -73,9 +71,7 @@ struct StepRows {
       uint32_t x[2];
       load_8_now(inverse.keys + item.first + begin + row, listed, x);
       keys[i] = uint64_t{x[1]} << 32 | x[0];
-      all = all && (row >= shape.entries || keys[i] == ~uint64_t{0});
     }
-    hidden = !__all_sync(~0u, all);
   }
 
   // Writes it to the stage `at`.
@@ -83,20 +79,26 @@ struct StepRows {
   __device__ void store(const StepShape& shape, DkvShared<Tr>& shared, int at) const {
     const int lane = thread_index() % 32;
     HugeRow huge_rows[2];
-    bool any_huge = false;
+    bool any_huge = false, all = shape.entries * shape.heads == Tr::kRows;
 #pragma unroll
     for (int i = 0; i < 2; ++i) {
+      const int row = lane + 32 * i;
       const bool empty = max_logit[i] == -INFINITY;
       const bool huge = fabsf(max_logit[i]) * kLog2E > kHugeRow && !empty;
       const float lse = huge ? 0.f : (max_logit[i] + log_sum[i]) * kLog2E;
-      shared.lse[at][lane + 32 * i] = empty ? INFINITY : lse;
-      shared.delta[at][lane + 32 * i] = delta[i];
+      if (row < Tr::kRows) {
+        shared.lse[at][row] = empty ? INFINITY : lse, shared.delta[at][row] = delta[i];
+      }
+      all = all && (row >= shape.entries || keys[i] == ~uint64_t{0});
       huge_rows[i] = huge ? HugeRow{max_logit[i], log_sum[i]} : HugeRow{0.f, 0.f};
       any_huge = any_huge || huge;
     }
     any_huge = __any_sync(~0u, any_huge);
+    const bool hidden = !__all_sync(~0u, all);
     if (any_huge) {
-      for (int i = 0; i < 2; ++i) shared.huge_rows[at][lane + 32 * i] = huge_rows[i];
+      for (int i = 0; i < 2; ++i) {
+        if (lane + 32 * i < Tr::kRows) shared.huge_rows[at][lane + 32 * i] = huge_rows[i];
+      }
     }
     if (hidden) {
       uint64_t seen[2] = {};
@@ -122,7 +124,10 @@ __device__ void produce(const SparseAttentionBwdParams& p, const InverseLists& i
   const int lane = thread_index() % 32, warp = thread_index() / 32 % 4;
   const int chunk = lane % 8, sub = lane / 8;
   const uint64_t keep = l2_policy_evict_last();
-  const Gather gather(warp, sub, chunk);
+  // Eight lanes copy a row, each one 16-byte chunk of each block. A thread has every 16th row.
+  constexpr int kOwnRows = Tr::kRows / 16;
+  const int own_row = warp * 4 + sub;
+  const uint32_t offset = own_row * 128 + (chunk ^ own_row % 8) * 16;
   RingPlace<Tr::kStages> ring = {0, 1};
   const bool scheduler = warp == 0 && lane == 0;
   const InversePlan plan = *inverse.plan;
@@ -142,11 +147,11 @@ __device__ void produce(const SparseAttentionBwdParams& p, const InverseLists& i
     if (item.done) return;
     const int first_row =
         static_cast<int>(item.batch * p.queries * p.heads) + item.group * shape.heads;
-    int next[4] = {};  // the queries of this thread's rows in the next step, or -1
+    int next[kOwnRows] = {};  // the queries of this thread's rows in the next step, or -1
     const auto fetch = [&](int step) {
 #pragma unroll
-      for (int i = 0; i < 4; ++i) {
-        const int own = shared.entry_of_row[Gather::row(warp, i, sub)];
+      for (int i = 0; i < kOwnRows; ++i) {
+        const int own = shared.entry_of_row[own_row + 16 * i];
         const int n = step * shape.entries + own;
         next[i] =
             load_now(inverse.queries + item.first + n, own < shape.entries && n < item.entries, -1);
@@ -156,25 +161,24 @@ __device__ void produce(const SparseAttentionBwdParams& p, const InverseLists& i
 #pragma unroll 1
     for (int step = 0; step < item.steps; ++step) {
       const int at = ring.index;
-      int rows[4];  // rows of q and dout
-      bool valid[4];
+      int rows[kOwnRows];  // rows of q and dout
+      bool valid[kOwnRows];
 #pragma unroll
-      for (int i = 0; i < 4; ++i) {
-        const int row = Gather::row(warp, i, sub);
+      for (int i = 0; i < kOwnRows; ++i) {
+        const int row = own_row + 16 * i;
         valid[i] = next[i] >= 0;
         rows[i] = first_row + next[i] * p.heads + row - shared.entry_of_row[row] * shape.heads;
       }
       if (step + 1 < item.steps) fetch(step + 1);
       const auto copy = [&]<int kBlocks>(const void* x, int dim,
-                                         uint8_t (&to)[kBlocks][kBlockBytes]) {
+                                         uint8_t (&to)[kBlocks][Tr::kRowsBytes]) {
 #pragma unroll
-        for (int i = 0; i < 4; ++i) {
+        for (int i = 0; i < kOwnRows; ++i) {
           const char* const from =
               static_cast<const char*>(x) + int64_t{rows[i]} * (dim * 2) + chunk * 16;
 #pragma unroll
           for (int block = 0; block < kBlocks; ++block) {
-            cp_async_16(whole_sum(smem_address(to), gather.offset[i % 2]) + block * kBlockBytes +
-                            i / 2 * 4096,
+            cp_async_16(whole_sum(smem_address(to), offset) + block * Tr::kRowsBytes + i * 2048,
                         from + block * 128, valid[i] && block * 64 + chunk * 8 < dim, keep);
           }
         }
