@@ -44,7 +44,8 @@ struct InverseItem {
 };
 
 // The lists, in the workspace. Key tile i of KV head g in batch entry b has the number
-// (b * groups + g) * key_tiles + i.
+// (b * groups + g) * key_tiles + i. The workspace has 12 bytes for each entry that there may be,
+// see max_entries, and less than 4 KiB + 128 bytes for each key tile.
 struct InverseLists {
   InversePlan* plan;
   InverseItem* items;  // [tiles + kParts]
@@ -66,8 +67,9 @@ struct InverseLists {
     const int64_t pairs = p.batch * p.groups;
     key_tiles = static_cast<int>(ceil_div(p.keys, int64_t{kTile}));
     tiles = pairs * key_tiles;
+    // A chunk has at least two tiles, so that its counters cost less.
     chunks = static_cast<int>(std::clamp(kInverseBlocks / std::max(pairs, int64_t{1}), int64_t{1},
-                                         std::max(query_tiles, int64_t{1})));
+                                         std::max(query_tiles / 2, int64_t{1})));
     capacity = pairs * p.queries * max_entries(p);
     int64_t at = 0;
     const auto take = [&]<typename T>(T*& array, int64_t size) {
@@ -192,12 +194,18 @@ __global__ void __launch_bounds__(kInverseThreads)
   if (tile >= inverse.tiles) return;
   const int64_t pair = tile / inverse.key_tiles, key_tile = tile % inverse.key_tiles;
   int32_t* const cursors = inverse.cursors + pair * inverse.chunks * inverse.key_tiles + key_tile;
+  constexpr int kAtOnce = 16;  // counts that are loaded together
   int sum = 0;
-  for (int i = 0; i < inverse.chunks; ++i) {
-    int32_t& cursor = cursors[int64_t{i} * inverse.key_tiles];
-    const int count = cursor;
-    cursor = sum;
-    sum += count;
+  for (int first = 0; first < inverse.chunks; first += kAtOnce) {
+    int counts[kAtOnce];
+    const auto at = [&](int i) { return cursors + int64_t{first + i} * inverse.key_tiles; };
+#pragma unroll
+    for (int i = 0; i < kAtOnce; ++i) counts[i] = first + i < inverse.chunks ? *at(i) : 0;
+#pragma unroll
+    for (int i = 0; i < kAtOnce; ++i) {
+      if (first + i < inverse.chunks) *at(i) = sum;
+      sum += counts[i];
+    }
   }
   inverse.counts[tile] = sum;
 }
