@@ -7,9 +7,9 @@
 //
 // Tiling. A work item is (batch, KV head, 64 keys), or a part of the list of their queries.
 // Persistent CTAs take items from an atomic counter and loop over the steps of their lists
-// (bwd_inverse.cuh). A step has the rows of q and dout of as many queries as 64 rows can hold; the
-// heads of a group are rows. dK and dV stay in registers. The parts of a list are added to global
-// memory in their order, so that the sums are always the same.
+// (bwd_inverse.cuh). A step has the rows of q and dout of as many queries as 64 rows can hold, or
+// 48 with 256 dims; each head of a group is a row. dK and dV stay in registers. The parts of a list
+// are added to global memory in their order, so that the sums are always the same.
 //
 // Operand layout. The kernel computes S^T and dP^T, with keys as the M dimension. The accumulator
 // fragments of P^T and dS^T then feed the dV and dK MMAs from registers. K and V, the other A
@@ -86,7 +86,7 @@ __device__ void consume(const SparseAttentionBwdParams& p, DkvShared<Tr>& shared
   float sum[kSumDim / 2], s[kScores];
   uint32_t fragments[Tr::kInRegisters ? kDim / 16 : 1][4];  // of K or V
   RingPlace<Tr::kStages> ring;
-  RingPlace<kSharedRows> p_ring = {0, kProbabilities};
+  RingPlace<kPBuffers> p_ring = {0, kProbabilities};
 
   // Issues the first product of the step in the stage at `place`: S or dP.
   const auto start_scores = [&](const RingPlace<Tr::kStages>& place) {
@@ -239,7 +239,7 @@ __global__ void __launch_bounds__(Tr::kThreads, 1)
       mbarrier_init(&shared.full[i], 128 + 1);
       mbarrier_init(&shared.free[i], 8);
     }
-    for (int i = 0; i < kSharedRows; ++i) {
+    for (int i = 0; i < kPBuffers; ++i) {
       mbarrier_init(&shared.p_full[i], 4);
       mbarrier_init(&shared.p_free[i], 4);
     }

@@ -13,7 +13,7 @@ namespace jax_dsa::sparse_attention {
 using masked_attention::HugeRow;
 using masked_attention::kHugeRow;
 
-inline constexpr int kSharedRows = 2;  // buffers of P
+inline constexpr int kPBuffers = 2;  // P on its way from warpgroup 0 to warpgroup 1
 
 // kD: maximum dim of queries and keys. kE: maximum dim of values.
 template <DType kType_, int kD_, int kE_>
@@ -67,8 +67,8 @@ struct alignas(1024) DkvShared {
   uint8_t v[Tr::kEBlocks][kBlockBytes];
   uint8_t q[Tr::kStages][Tr::kDBlocks][Tr::kRowsBytes];
   uint8_t dout[Tr::kStages][Tr::kEBlocks][Tr::kRowsBytes];
-  uint8_t p[kSharedRows][kTile * Tr::kRows * 2];  // fragments of P, from warpgroup 0 to warpgroup 1
-  float lse[Tr::kStages][Tr::kRows];              // in log2 units; 0 for huge rows
+  uint8_t p[kPBuffers][kTile * Tr::kRows * 2];  // fragments: 16 bytes of each thread, 16 columns
+  float lse[Tr::kStages][Tr::kRows];            // in log2 units; 0 for huge rows
   float delta[Tr::kStages][Tr::kRows];
   HugeRow huge_rows[Tr::kStages][Tr::kRows];
   // Which rows see a key. The bits of a key are in the order that column_bit gives.
@@ -80,7 +80,7 @@ struct alignas(1024) DkvShared {
   uint64_t item_full, item_free;
   uint64_t kv_full;  // K and V of the item are loaded, if it needs them
   uint64_t full[Tr::kStages], free[Tr::kStages];
-  uint64_t p_full[kSharedRows], p_free[kSharedRows];
+  uint64_t p_full[kPBuffers], p_free[kPBuffers];
 };
 
 // Returns the place of a column (a row of q) among the 64 bits of a key. The lanes of a quad have

@@ -115,8 +115,9 @@ struct StepRows {
   }
 };
 
-// All warps copy the rows of q and dout of all steps. They take turns in preparing the rest of what
-// the MMA warpgroups need.
+// All warps copy the rows of q and dout of all steps, with cp.async: a TMA box has the rows of one
+// query only, and many small boxes are slow. The warps take turns in preparing the rest of what the
+// MMA warpgroups need.
 template <typename Tr>
 __device__ void produce(const SparseAttentionBwdParams& p, const InverseLists& inverse,
                         const float* delta, const StepShape& shape, const CUtensorMap& k_map,
