@@ -551,6 +551,7 @@ inline const SparseAttentionCase kSparseAttentionCases[] = {
      .block_size = 4,
      .scale = 0.3f,
      .level = -3e38f},
+    {"many queries, one tile of keys", 1, 150, 60, 32, 1, 64, 64, 2, 32},
     {"no keys", 1, 30, 0, 2, 1, 128, 128, 2, 16},
     {"no queries", 1, 0, 30, 2, 1, 128, 128, 2, 16},
     {"no batch entries", 0, 30, 30, 2, 1, 128, 128, 2, 16},
