@@ -270,6 +270,18 @@ def test_max_logit_has_no_gradient(rng: np.random.Generator) -> None:
         assert not gradient.any()
 
 
+def test_nan_in_queries() -> None:
+    """A NaN among 384 scores, which XLA drops from their maximum on a CPU."""
+    q = np.ones((1, 12, 1, 4), f32)
+    q[0, 2] = np.nan
+    indices = np.tile(np.array([-1, 0, -1], np.int32), (1, 12, 1))
+    k = np.ones((1, 3, 1, 4), f32)
+    for result in three(q, k, k, indices, block_size=128):
+        np.testing.assert_array_equal(
+            np.isnan(result).any((0, 2, *range(3, result.ndim))), q[0, :, 0, 0] != 1
+        )
+
+
 def test_chunks(rng: np.random.Generator, monkeypatch: pytest.MonkeyPatch) -> None:
     """Chunks of 2 queries and a remainder of 1 give the same results as a single chunk."""
     args = inputs(rng, 7, 30, 4)

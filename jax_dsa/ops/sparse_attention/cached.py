@@ -40,18 +40,12 @@ def sparse_attention_decode_bwd(
 ) -> Gradients:
     """Returns the gradients of q, k, v and the sinks."""
     keys, select = _selector(options, x)
-    results, cotangents = (
-        Results(*(None if a is None else _flat(a) for a in r))  # type: ignore[arg-type]
-        for r in (y, dy)
-    )
+    results, cotangents = (Results(*(None if a is None else _flat(a) for a in r)) for r in (y, dy))
     grads = backward(options, _query_by_query(x), results, cotangents, select, keys, axis=0)
     dk, dv = (
         None if d is None else d.reshape(a.shape) for d, a in ((grads.k, x.k), (grads.v, x.v))
     )
-    dsinks = grads.sinks
-    if x.sinks is not None and dsinks is not None:
-        B, T, N, _ = x.q.shape
-        dsinks = dsinks.reshape(B, T, N).sum(1)
+    dsinks = None if grads.sinks is None else grads.sinks.reshape(x.q.shape[:3]).sum(1)
     return Gradients(q=grads.q.reshape(x.q.shape), k=dk, v=dv, sinks=dsinks)
 
 
@@ -96,7 +90,7 @@ def _query_by_query(x: Operands) -> Operands:
     each = {n: None if given[n] is None else _flat(given[n]) for n in queries}
     each |= {n: None if given[n] is None else repeated(given[n]) for n in entries}
     each |= {n: joined(given[n]) for n in ("k", "v", "k_scale", "v_scale")}
-    return x._replace(starts=repeated(first)[:, None], **each)
+    return x._replace(starts=repeated(first)[:, None], **each)  # type: ignore[arg-type]
 
 
 def _selected_rows(

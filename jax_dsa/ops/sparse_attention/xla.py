@@ -90,6 +90,8 @@ def attend(options: Options, x: Operands, select: Selector) -> Results:
     top = jax.lax.stop_gradient(jnp.max(s, axis=-1, initial=-jnp.inf))
     p = jnp.exp(s - jnp.where(top == -jnp.inf, 0, top)[..., None])
     total = p.sum(-1)
+    # XLA may drop a NaN from a maximum on a CPU, but not from a sum.
+    top = jnp.where(jnp.isnan(total), jax.lax.stop_gradient(total), top)
     log_sum = log_of_sum(total)
     values = _gathered(x.v, x.v_scale, keys, seen, dtype)
     out = jnp.einsum("btgmk,btgke->btgme", p.astype(dtype), values, preferred_element_type=p.dtype)
@@ -188,7 +190,7 @@ def _held(x: Operands, axis: int) -> dict[str, Any]:
 
 def _scanned(x: Operands, held: dict[str, Any]) -> Any:
     """Returns the operands that are divided into chunks."""
-    return x._replace(**dict.fromkeys(held))
+    return x._replace(**dict.fromkeys(held))  # type: ignore[arg-type]
 
 
 def _chunk_length(
