@@ -33,7 +33,11 @@ from jax_dsa.ops.losses import dense_indexer_kl_loss, indexer_kl_loss
 from jax_dsa.ops.masked_attention import masked_attention, masked_attention_varlen
 from jax_dsa.ops.mqa_decode import merge_attention, mqa_decode
 from jax_dsa.ops.quantize_fp8 import dequantize_fp8, fake_quantize_fp8, quantize_fp8
-from jax_dsa.ops.sparse_attention import sparse_attention, sparse_attention_varlen
+from jax_dsa.ops.sparse_attention import (
+    sparse_attention,
+    sparse_attention_decode,
+    sparse_attention_varlen,
+)
 from jax_dsa.ops.sparse_mla import sparse_mla, sparse_mla_decode
 from jax_dsa.ops.topk import topk
 from jax_dsa.version import __version__
@@ -77,6 +81,7 @@ __all__ = [
     "relu_mask",
     "serving",
     "sparse_attention",
+    "sparse_attention_decode",
     "sparse_attention_varlen",
     "sparse_mla",
     "sparse_mla_decode",

@@ -44,6 +44,16 @@ CALLS: dict[str, tuple[Callable, dict[str, Any], dict[str, Any]]] = {
         {"q": Q, "k": KV, "v": KV, "indices": i(B, T, G, K)},
         {"block_size": 4},
     ),
+    "decode_blocks": (
+        jax_dsa.sparse_attention_decode,
+        {
+            "q": Q[:, :1],
+            "k_cache": FlatCache(KV, i(B)),
+            "v_cache": FlatCache(KV, i(B)),
+            "indices": i(B, 1, G, K),
+        },
+        {"block_size": 4},
+    ),
     "decode": (
         jax_dsa.sparse_mla_decode,
         {"q": Q[:, :1], "cache": FlatCache(KV, i(B)), "indices": i(B, 1, K)},
@@ -78,7 +88,13 @@ CALLS: dict[str, tuple[Callable, dict[str, Any], dict[str, Any]]] = {
 }
 
 
-NO_BATCH_AXIS = "decode", "masked", "block_mask", "varlen"  # tested in one form only
+NO_BATCH_AXIS = (
+    "decode",
+    "decode_blocks",
+    "masked",
+    "block_mask",
+    "varlen",
+)  # tested in one form only
 
 
 def swapped(x: Any, axis: int = 1) -> Any:
@@ -117,6 +133,7 @@ WRONG = [
     ("sparse_attention", "q k v", "q"),
     ("sparse_attention", "indices", "indices"),
     ("decode", "q", "q"),
+    ("decode_blocks", "q", "q"),
     ("attn_dist", "q", "q"),
     ("attn_dist", "lse", "lse"),
     ("masked_attention", "q", None),
@@ -167,7 +184,7 @@ def resized(x: jax.Array, axis: int, size: int) -> jax.Array:
 
 
 # Calls that take long where the size is right after all.
-LONG = "dsa_attention", "decode", "attn_dist"
+LONG = "dsa_attention", "decode", "decode_blocks", "attn_dist"
 
 
 @pytest.mark.parametrize("name", [slow(name) if name in LONG else name for name in CALLS])

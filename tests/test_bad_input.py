@@ -84,6 +84,9 @@ def test_objects_that_jax_has_no_array_for(where: str, made: Callable) -> None:
 ATTENTION: dict[str, Callable[..., Any]] = {
     "sparse_mla": lambda **o: jax_dsa.sparse_mla(Q, KV, INDICES, **o),
     "sparse_attention": attend_to_blocks,
+    "sparse_attention_decode": lambda **o: jax_dsa.sparse_attention_decode(
+        Q, *[jax_dsa.FlatCache(KV, jnp.full(B, S))] * 2, INDICES, block_size=4, **o
+    ),
     "attn_dist": lambda **o: jax_dsa.attn_dist(Q, KV, INDICES, LSE, **o),
     "dsa_attention": lambda **o: jax_dsa.dsa_attention(Q, KV, *INDEX, top_k=1, **o),
     "dense_indexer_kl_loss": lambda **o: jax_dsa.dense_indexer_kl_loss(*INDEX, Q, KV, **o),

@@ -33,6 +33,9 @@ ATTENTION: dict[str, Callable[..., Any]] = {
     "sparse_attention": lambda q, kv, i, **o: jax_dsa.sparse_attention(
         q, kv, kv, i, block_size=1, **o
     ),
+    "sparse_attention_decode": lambda q, kv, i, **o: jax_dsa.sparse_attention_decode(
+        q, *[FlatCache(kv, jnp.full(B, S))] * 2, i, block_size=1, **o
+    ),
     "sparse_mla_decode": lambda q, kv, i, **o: jax_dsa.sparse_mla_decode(
         q, FlatCache(kv, jnp.full(B, S)), i, **o
     ),

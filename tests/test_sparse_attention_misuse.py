@@ -1,7 +1,8 @@
-"""How `sparse_attention` and `sparse_attention_varlen` refuse wrong arguments."""
+"""How `sparse_attention` and its variants refuse wrong arguments."""
 
 from __future__ import annotations
 
+import dataclasses
 from typing import Any
 
 import jax
@@ -9,7 +10,13 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jax_dsa import sparse_attention, sparse_attention_varlen
+from jax_dsa import (
+    FlatCache,
+    PagedCache,
+    sparse_attention,
+    sparse_attention_decode,
+    sparse_attention_varlen,
+)
 
 B, T, S, N, G, D, E, K = 2, 3, 9, 4, 2, 6, 5, 2
 f32 = np.float32
@@ -108,3 +115,102 @@ def test_empty_arrays(empty: str) -> None:
 
     for gradient in jax.grad(total, (0, 1, 2))(q, k, v):
         assert not gradient.any()
+
+
+LENGTHS = np.zeros(B, np.int32)
+TABLE = np.zeros((B, 3), np.int32)
+FLAT = [FlatCache(np.zeros((B, S, G, d), f32), LENGTHS) for d in (D, E)]
+PAGED = [PagedCache(np.zeros((5, 4, G, d), f32), TABLE, LENGTHS) for d in (D, E)]
+FP8 = [FlatCache(jnp.zeros(x.data.shape, jnp.float8_e4m3fn), LENGTHS) for x in FLAT]
+SCALE = np.ones((B, S, G), f32)
+
+
+def changed(cache: Any, **fields: Any) -> Any:
+    return dataclasses.replace(cache, **fields)
+
+
+def pair(k: Any, v: Any, **others: Any) -> dict[str, Any]:
+    return {"k_cache": k, "v_cache": v, **others}
+
+
+WRONG_CACHES: dict[str, tuple[dict[str, Any], type[Exception], str]] = {
+    "array": ({"k_cache": GOOD["k"]}, TypeError, "'k_cache' is ndarray, want a FlatCache or a P"),
+    "v array": ({"v_cache": GOOD["v"]}, TypeError, "'v_cache' is ndarray, want FlatCache, like"),
+    "kinds": (pair(FLAT[0], PAGED[1]), TypeError, "'v_cache' is PagedCache, want FlatCache, like"),
+    "dtypes": (
+        pair(FLAT[0], changed(FLAT[1], data=FLAT[1].data.astype(np.float16))),
+        TypeError,
+        r"'v_cache.data' has dtype float16, want float32; FlatCache.empty\(",
+    ),
+    "records": (
+        pair(FlatCache(np.zeros((B, S, G, 656), np.uint8), LENGTHS), FLAT[1]),
+        TypeError,
+        "'k_cache.data' has dtype uint8, want float32 or float8_e4m3fn",
+    ),
+    "dim": (
+        pair(changed(FLAT[0], data=np.zeros((B, S, G, D + 1), f32)), FLAT[1]),
+        ValueError,
+        "'k_cache.data' has shape.*D=6",
+    ),
+    "heads": (
+        {"q": np.zeros((B, T, 3, D), f32)},
+        ValueError,
+        "'q' has N=3 heads and 'k_cache' has",
+    ),
+    "v heads": (
+        pair(FLAT[0], changed(FLAT[1], data=np.zeros((B, S, 1, E), f32))),
+        ValueError,
+        "'v_cache.data' has shape.*G=2",
+    ),
+    "capacities": (
+        pair(FLAT[0], changed(FLAT[1], data=np.zeros((B, S + 1, G, E), f32))),
+        ValueError,
+        "'v_cache.data' has shape.*S=9",
+    ),
+    "pages": (
+        pair(PAGED[0], changed(PAGED[1], pages=np.zeros((6, 4, G, E), f32))),
+        ValueError,
+        "'v_cache.pages' has shape.*P=5",
+    ),
+    "page size": (
+        pair(PAGED[0], changed(PAGED[1], pages=np.zeros((5, 2, G, E), f32))),
+        ValueError,
+        "'v_cache.pages' has shape.*L=4",
+    ),
+    "tables": (
+        pair(PAGED[0], changed(PAGED[1], page_table=TABLE[:, :2])),
+        ValueError,
+        "'v_cache.page_table' has shape.*R=3",
+    ),
+    "lengths": (
+        pair(FLAT[0], changed(FLAT[1], lengths=LENGTHS[:1])),
+        ValueError,
+        "'v_cache.lengths' has shape.*B=2",
+    ),
+    "forced": ({"local_blocks": 1}, ValueError, "'local_blocks' is 1.*is_causal=True"),
+    "block size": ({"block_size": 8}, ValueError, "'block_size' is 8, want one of"),
+    "scale of floats": (
+        {"k_scale": SCALE},
+        ValueError,
+        "'k_scale' is.*None with caches of float32",
+    ),
+    "scale": (
+        pair(*FP8, v_scale=SCALE[..., :1]),
+        ValueError,
+        "'v_scale' has shape.*G=2",
+    ),
+    "scale dtype": (
+        pair(*FP8, v_scale=SCALE.astype(np.int32)),
+        TypeError,
+        "'v_scale' has dtype int32",
+    ),
+    "batch_invariant": ({"batch_invariant": 1}, TypeError, "'batch_invariant' is 1.*want a bool"),
+}
+
+
+@pytest.mark.parametrize("name", WRONG_CACHES)
+def test_caches(name: str) -> None:
+    good = {"q": GOOD["q"], "indices": GOOD["indices"], "block_size": 4, **pair(*FLAT)}
+    change, error, message = WRONG_CACHES[name]
+    with pytest.raises(error, match=f"^sparse_attention_decode: argument {message}"):
+        sparse_attention_decode(**good | change)

@@ -46,6 +46,18 @@ CASES: dict[str, tuple[Callable, list]] = {
         ),
         [*ATTENTION, SLOTS],
     ),
+    "sparse_attention_decode": (
+        lambda q, k, n, i: jax_dsa.sparse_attention_decode(
+            q, *[FlatCache(k, n)] * 2, i, block_size=4, is_causal=True, local_blocks=3
+        ),
+        [*ATTENTION, LENGTHS, SLOTS],
+    ),
+    "sparse_attention_decode-paged": (
+        lambda q, k, table, n, i: jax_dsa.sparse_attention_decode(
+            q, *[PagedCache(k, table, n)] * 2, i, block_size=4
+        ),
+        [ATTENTION[0], ("p, 2, 1, 8", f32), ("b, r", i32), LENGTHS, SLOTS],
+    ),
     "attn_dist": (jax_dsa.attn_dist, [*ATTENTION, SLOTS, ("b, t, 4", f32)]),
     "indexer_logits": (lambda *x: jax_dsa.indexer_logits(*x, is_causal=True), INDEX),
     "indexer_topk": (lambda *x: jax_dsa.indexer_topk(*x, 3, is_causal=True), INDEX),

@@ -56,6 +56,20 @@ def decoding(q: Array, rows: Array, indices: Array) -> None:
     assert_type(sums, tuple[Array, Array, Array])
 
 
+def decoding_blocks(q: Array, k: PagedCache, v: PagedCache, indices: Array) -> None:
+    assert_type(jax_dsa.sparse_attention_decode(q, k, v, indices, block_size=64), Array)
+    assert_type(
+        jax_dsa.sparse_attention_decode(q, k, v, indices, block_size=64, return_lse=True),
+        tuple[Array, Array],
+    )
+    assert_type(
+        jax_dsa.sparse_attention_decode(
+            q, k, v, indices, block_size=64, return_lse=True, return_max_logit=True
+        ),
+        tuple[Array, Array, Array],
+    )
+
+
 def masked(q: Array, k: Array, v: Array, ends: Array) -> None:
     mask = jax_dsa.make_block_mask(shape=(1, 1, 512, 512), is_causal=True)
     assert_type(mask, BlockMask)

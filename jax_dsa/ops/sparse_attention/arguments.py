@@ -1,4 +1,4 @@
-"""Checks of the arguments of `sparse_attention` and `sparse_attention_varlen`."""
+"""Checks of the arguments of `sparse_attention` and its variants."""
 
 from __future__ import annotations
 
@@ -93,6 +93,20 @@ def packed_positions(
     if is_causal:
         where["positions"] = position
     return {name: x[None] for name, x in where.items()}
+
+
+def cached_positions_and_lengths(
+    args: Args, is_causal: Any, lengths: Int[Array, "B"]
+) -> dict[str, Any]:
+    """Returns the operands `positions` and `lengths` by name, for caches of these lengths."""
+    sizes = args.batch, args.sizes["T"]
+    causal = args.flag("is_causal", is_causal)
+    positions = Deferred(_last_positions, (lengths,), sizes) if causal else None
+    return {"positions": positions, "lengths": Deferred(_for_all_queries, (lengths,), sizes)}
+
+
+def _last_positions(lengths: Array, batch: int, queries: int) -> Int[Array, "B T"]:
+    return _positions(jnp.maximum(lengths, 0) - queries, batch, queries)
 
 
 def _positions(first: Any, batch: int, queries: int) -> Int[Array, "B T"]:

@@ -1,17 +1,25 @@
-"""Random calls of `sparse_attention` and `sparse_attention_varlen`."""
+"""Random calls of `sparse_attention` and its variants."""
 
 from __future__ import annotations
 
 from typing import Any
 
 import numpy as np
-from fuzz.draw import INT_MAX, Call, Draw, peak, without_batch
-from fuzz.operators.sparse_mla import draw_start, whole, wide
+from fuzz.draw import INT_MAX, Call, Draw, e4m3, f32, peak, without_batch
+from fuzz.operators.sparse_mla import cached_rows, draw_cache, draw_start, whole, wide
 from support.oracles import sparse_attention as oracle
+from support.oracles.mqa_decode import unpaged
 
-from jax_dsa import sparse_attention, sparse_attention_varlen
+from jax_dsa import (
+    FlatCache,
+    PagedCache,
+    sparse_attention,
+    sparse_attention_decode,
+    sparse_attention_varlen,
+)
 
 RETURNS = "return_lse", "return_max_logit"
+SCALES = "k_scale", "v_scale"
 UNUSED = (*RETURNS, "deterministic")
 KERNEL = {
     "T": (1, 5, 40), "S": (1, 70, 200), "M": (1, 4, 12, 32), "D": (64, 72, 192), "E": (64, 128),
@@ -127,7 +135,63 @@ def draw_sparse_attention_varlen(c: Draw, r: Draw) -> Call:
     return finish(Call(sparse_attention_varlen, kwargs, want, ()), dtype)
 
 
+def draw_sparse_attention_decode(c: Draw, r: Draw) -> Call:
+    dtype = c.dtype()
+    kwargs = draw_common(c, r, dtype)
+    B, _, G, D = kwargs["k"].shape
+    E = kwargs["v"].shape[3]
+    fp8 = not c.gradient and c.chance(0.3)
+    k = draw_cache(c, r, (G, D), B, e4m3 if fp8 else dtype)
+    shape = (k.data if isinstance(k, FlatCache) else k.pages).shape[:3]
+    rows = r.floats(e4m3 if fp8 else dtype, *shape, E)
+    if isinstance(k, FlatCache):
+        v: Any = FlatCache(rows, k.lengths)
+    else:
+        v = PagedCache(rows, k.page_table, k.lengths)
+    scales = {n: r.powers(f32, *shape) if fp8 and c.chance() else None for n in SCALES}
+    blocks = -(-k.capacity // int(kwargs["block_size"]))
+    arrays = {"k_cache": k, "v_cache": v, **scales}
+    arrays["indices"] = r.positions(blocks, *kwargs["indices"].shape)
+    dropped = "k", "v", "deterministic"
+    kwargs = {n: x for n, x in (kwargs | arrays).items() if n not in dropped}
+    kwargs["batch_invariant"] = c.flag()
+
+    def stored(cache: Any, scale: Any) -> np.ndarray:
+        return products(cached_rows(cache)[0], scale, cache)
+
+    def want(k_cache: Any, v_cache: Any, k_scale: Any, v_scale: Any, **x: Any) -> list[np.ndarray]:
+        options = oracle_options(x, k_cache.capacity)
+        options.pop("batch_invariant")
+        lengths = np.maximum(k_cache.lengths.astype(np.int64), 0)
+        results = oracle.sparse_attention(
+            k=stored(k_cache, k_scale),
+            v=stored(v_cache, v_scale),
+            query_start=lengths - x["q"].shape[1],
+            key_value_seq_lengths=lengths,
+            exists=cached_rows(k_cache)[1],
+            **options,
+        )
+        return chosen(results, x)
+
+    call = Call(sparse_attention_decode, kwargs, want, ())
+    call.dtypes = (dtype, *[wide(dtype)] * sum(int(kwargs[name]) for name in RETURNS))
+    call.diff = ("q", *(["sinks"] if kwargs["sinks"] is not None else []))
+    call.peak = peak(kwargs["scale"], kwargs["q"], stored(k, scales["k_scale"]))
+    return without_batch(call) if B == 1 and c.chance() else call
+
+
+def products(rows: np.ndarray, scale: np.ndarray | None, cache: Any) -> np.ndarray:
+    """Returns the rows [B, S, G, D] of a cache times their scales."""
+    if scale is None:
+        return rows.astype(np.float64) if rows.dtype == e4m3 else rows
+    if isinstance(cache, PagedCache):
+        scale = unpaged(scale[..., None], np.asarray(cache.page_table))[0]
+        return rows.astype(np.float64) * scale
+    return rows.astype(np.float64) * scale[..., None]
+
+
 GENERATORS = {
     "sparse_attention": draw_sparse_attention,
+    "sparse_attention_decode": draw_sparse_attention_decode,
     "sparse_attention_varlen": draw_sparse_attention_varlen,
 }

@@ -1,4 +1,4 @@
-"""Transform cases of `sparse_attention` and `sparse_attention_varlen`."""
+"""Transform cases of `sparse_attention` and its variants."""
 
 from __future__ import annotations
 
@@ -6,7 +6,13 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import PartitionSpec as P
 
-from jax_dsa import sparse_attention, sparse_attention_varlen
+from jax_dsa import (
+    FlatCache,
+    PagedCache,
+    sparse_attention,
+    sparse_attention_decode,
+    sparse_attention_varlen,
+)
 from support.cases import TransformCase
 from support.cases.sparse_mla import floats, picks
 
@@ -82,6 +88,39 @@ def attend_packed(q, k, v, indices, cu_q, cu_k):
     )
 
 
+def make_flat_args(rng: np.random.Generator) -> tuple:
+    q, k, v, _ = make_grouped_args(rng)
+    indices = picks(rng, B, T, 2, K, below=5)
+    return q, k, v, indices, jnp.asarray(rng.integers(0, S + 3, size=B), jnp.int32)
+
+
+def decode_flat(q, k, v, indices, lengths):
+    caches = FlatCache(k, lengths), FlatCache(v, lengths)
+    options = {"is_causal": True, "sink_blocks": 1, "local_blocks": 2, "return_lse": True}
+    return sparse_attention_decode(q, *caches, indices, block_size=4, **options)
+
+
+def make_paged_args(rng: np.random.Generator) -> tuple:
+    pages = floats(rng, 9, 6, 1, D), floats(rng, 9, 6, 1, E)
+    table = jnp.asarray(rng.integers(-1, 10, size=(B, 3)), jnp.int32)
+    lengths = jnp.asarray(rng.integers(0, 19, size=B), jnp.int32)
+    indices = picks(rng, B, T, K, below=5)
+    return floats(rng, B, T, N, D), *pages, indices, table, lengths, floats(rng, 1, N)
+
+
+def decode_paged(q, k, v, indices, table, lengths, sinks):
+    caches = PagedCache(k, table, lengths), PagedCache(v, table, lengths)
+    return sparse_attention_decode(
+        q, *caches, indices, block_size=4, sinks=sinks[0], return_max_logit=True
+    )
+
+
+def decode_invariant(q, k, v, indices, table, lengths, sinks):
+    caches = PagedCache(k, table, lengths), PagedCache(v, table, lengths)
+    options = {"sinks": sinks[0], "batch_invariant": True}
+    return sparse_attention_decode(q, *caches, indices, block_size=4, **options)
+
+
 batch, query, head = P("x"), P(None, "x"), P(None, None, "x")
 CASES = [
     TransformCase(
@@ -121,5 +160,33 @@ CASES = [
         make_packed_args,
         (0, 1, 2),
         {"query": (P("x"), P(), P(), P("x"), P(), P())},
+    ),
+    TransformCase(
+        "sparse_attention_decode-flat",
+        decode_flat,
+        make_flat_args,
+        (0, 1, 2),
+        {
+            "batch": (batch,) * 5,
+            "query": (query, P(), P(), query, P()),
+            "head": (head, P(), P(), P(), P()),
+        },
+    ),
+    TransformCase(
+        "sparse_attention_decode-paged",
+        decode_paged,
+        make_paged_args,
+        (0, 1, 2, 6),
+        {
+            "batch": (batch, P(), P(), batch, batch, batch, P()),
+            "head": (head, P(), P(), P(), P(), P(), query),
+        },
+    ),
+    TransformCase(
+        "sparse_attention_decode-batch-invariant",
+        decode_invariant,
+        make_paged_args,
+        (0, 1, 2),
+        {"batch": (batch, P(), P(), batch, batch, batch, P())},
     ),
 ]

@@ -35,9 +35,13 @@ def selections(
     local_blocks: int = 0,
     tail_block: bool = False,
     topk_length: np.ndarray | None = None,
+    exists: np.ndarray | None = None,
     **_: Any,
 ) -> Any:
-    """Yields every (b, t, n) with its KV head and the keys that it sees, in order."""
+    """Yields every (b, t, n) with its KV head and the keys that it sees, in order.
+
+    `exists` [B, S] says which keys there are, by default all.
+    """
     B, T, N, _ = q.shape
     S, G = k.shape[1:3]
     start = np.broadcast_to(query_start, B)
@@ -55,6 +59,7 @@ def selections(
             for j in blocks
             if 0 <= j <= S // block_size
             for s in range(j * block_size, min((j + 1) * block_size, end))
+            if exists is None or exists[b, s]
         ]
         yield (b, t, n), g, keys
 
