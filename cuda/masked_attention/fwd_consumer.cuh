@@ -161,7 +161,7 @@ __device__ void consume(const Params& p, Shared& shared) {
   const auto start_values = [&](bool accumulate) {
     const int at = uniform(v_ring.index);
     mbarrier_wait(&shared.v_full[at], v_ring.parity);
-    mbarrier_wait(&shared.v_cleared[at], v_ring.parity);
+    mbarrier_wait(&shared.cleared[at], v_ring.parity);
     const uint64_t values = mn_major_descriptor(smem_address(shared.v[at]), Tr::kKeyBlockBytes);
     wgmma_fence();
 #pragma unroll

@@ -125,7 +125,7 @@ struct alignas(1024) Shared {
   // Barriers of a stage: K is loaded; K is free; V is loaded; rows of V that no query sees are
   // zero; V is free.
   uint64_t k_full[Tr::kStages], k_free[Tr::kStages];
-  uint64_t v_full[Tr::kStages], v_cleared[Tr::kStages], v_free[Tr::kStages];
+  uint64_t v_full[Tr::kStages], cleared[Tr::kStages], v_free[Tr::kStages];
 };
 
 // Initializes the mbarriers. One thread calls this.
@@ -142,7 +142,7 @@ __device__ void init_barriers(Shared<Tr>& shared) {
     mbarrier_init(&shared.k_full[i], 1);
     mbarrier_init(&shared.k_free[i], kConsumerWarps);
     mbarrier_init(&shared.v_full[i], 1);
-    mbarrier_init(&shared.v_cleared[i], 1);
+    mbarrier_init(&shared.cleared[i], 1);
     mbarrier_init(&shared.v_free[i], kConsumerWarps);
   }
   if constexpr (Tr::kBias) {

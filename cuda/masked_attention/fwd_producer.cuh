@@ -79,6 +79,11 @@ struct TileLoader {
   __device__ void load_values(const QueuedTile& x, int, int at) const {
     load(shared.v[at], v_map, shared.v_full[at], x);
   }
+  // Writes zeros to these rows of the values in stage `at` once they are loaded.
+  __device__ void clear_rows(int at, uint32_t parity, const uint32_t* rows) const {
+    mbarrier_wait(&shared.v_full[at], parity);
+    masked_attention::clear_rows<Tr::kKeys, 32>(shared.v[at], rows, threadIdx.x % 32);
+  }
   __device__ void load_biases(const QueuedTile& x, int at) const {
     if (threadIdx.x % 32 != 0) return;
     load_bias(p.bias, bias_map, shared.bias, at, x.work_tile.batch, x.work_tile.head, p.heads,
@@ -98,7 +103,7 @@ struct TileLoader {
 };
 
 // Load warp: issues the TMA loads. Keys that no query of a partial tile sees may hold anything, and
-// 0 * NaN is NaN, so this warp writes zeros to their rows of V.
+// 0 * NaN is NaN, so this warp writes zeros to their rows of the operand that the loader names.
 template <typename Tr, typename Shared, typename Loader>
 __device__ void load_tiles(Shared& shared, const Loader& loader) {
   const int lane = threadIdx.x % 32;
@@ -150,14 +155,13 @@ __device__ void load_tiles(Shared& shared, const Loader& loader) {
 #pragma unroll
       for (int w = 0; w < Tr::kKeys / 32; ++w) any |= unseen[w];
       if (any != 0) {
-        mbarrier_wait(&shared.v_full[at], ring.parity ^ 1);
-        clear_rows<Tr::kKeys, 32>(shared.v[at], unseen, lane);
+        loader.clear_rows(at, ring.parity ^ 1, unseen);
         fence_async_proxy();
       }
       __syncwarp();
     }
     if (leader) {
-      mbarrier_arrive(&shared.v_cleared[at]);
+      mbarrier_arrive(&shared.cleared[at]);
       mbarrier_arrive(&shared.tile_released[place.index]);
     }
     ring.advance();

@@ -1,6 +1,7 @@
 // Launchers of the sparse attention backward kernels.
 
 #include "sparse_attention/bwd_dkv.cuh"
+#include "sparse_attention/bwd_dq.cuh"
 #include "sparse_attention/bwd_rows.cuh"
 #include "sparse_attention/launch.h"
 #include "sparse_attention/sparse_attention.h"
@@ -10,13 +11,12 @@ namespace {
 
 using namespace sparse_attention;
 
-inline constexpr int kBwdTileRows = 128;  // MMA rows of a tile of TileLists
-
 // The arrays in the workspace.
 struct BwdWorkspace {
   float* delta;  // [batch, queries, heads]
   TileLists unions;
   InverseLists inverse;
+  unsigned* dq_tile_counter;
   int64_t bytes;
 
   BwdWorkspace(const SparseAttentionBwdParams& p, int tile_queries)
@@ -24,8 +24,11 @@ struct BwdWorkspace {
         unions(tile_lists(p, tile_queries, static_cast<char*>(p.workspace) + delta_bytes(p))),
         inverse(
             p, unions.tiles,
-            static_cast<char*>(p.workspace) + delta_bytes(p) + tile_lists_bytes(p, tile_queries)),
-        bytes(delta_bytes(p) + tile_lists_bytes(p, tile_queries) + inverse.bytes) {}
+            static_cast<char*>(p.workspace) + delta_bytes(p) + tile_lists_bytes(p, tile_queries)) {
+    const int64_t lists_end = delta_bytes(p) + tile_lists_bytes(p, tile_queries) + inverse.bytes;
+    dq_tile_counter = reinterpret_cast<unsigned*>(static_cast<char*>(p.workspace) + lists_end);
+    bytes = lists_end + 16;
+  }
 
   static int64_t delta_bytes(const SparseAttentionBwdParams& p) {
     return ceil_div(p.batch * p.queries * p.heads, int64_t{4}) * 16;
@@ -57,6 +60,28 @@ cudaError_t build_inverse_lists(const SparseAttentionBwdParams& p, const TileLis
                        p, unions, inverse);
 }
 
+// Computes dQ from the unions and delta.
+template <DType kType, int kD, int kE>
+cudaError_t launch_dq(const SparseAttentionBwdParams& params, const BwdWorkspace& w,
+                      cudaStream_t stream) {
+  using Tr = DqTraits<kType, kD, kE>;
+  const DqCall p = {params, w.unions.tile_queries};
+  Device device;
+  DSA_RETURN_IF_CUDA_ERROR(current_device(&device));
+  const masked_attention::TileScheduler scheduler(p, p.groups, p.tile_queries, device.l2_bytes);
+  if (scheduler.work_tiles > INT32_MAX - 4096) return cudaErrorInvalidValue;
+  DSA_RETURN_IF_CUDA_ERROR(clear(w.dq_tile_counter, 16, stream));
+  const int box = std::min(p.lists.block_size, Tr::kKeys);
+  CUtensorMap q_map, dout_map, k_map, v_map;
+  DSA_RETURN_IF_CUDA_ERROR(encode_heads(&q_map, p, p.q, p.dim, p.tile_queries));
+  DSA_RETURN_IF_CUDA_ERROR(encode_heads(&dout_map, p, p.dout, p.value_dim, p.tile_queries));
+  DSA_RETURN_IF_CUDA_ERROR(encode_keys(&k_map, p, p.k, p.dim, box));
+  DSA_RETURN_IF_CUDA_ERROR(encode_keys(&v_map, p, p.v, p.value_dim, box));
+  return launch_persistent<DqShared<Tr>>(
+      dq_kernel<Tr>, scheduler.work_tiles, masked_attention::kThreads, stream, p, scheduler,
+      w.unions, w.delta, w.dq_tile_counter, q_map, dout_map, k_map, v_map);
+}
+
 // Computes dK and dV from the unions and delta.
 template <DType kType, int kD, int kE>
 cudaError_t launch_dkv(const SparseAttentionBwdParams& p, const BwdWorkspace& w,
@@ -74,13 +99,13 @@ cudaError_t launch_dkv(const SparseAttentionBwdParams& p, const BwdWorkspace& w,
 }  // namespace
 
 int64_t sparse_attention_bwd_workspace_bytes(const SparseAttentionBwdParams& p) {
-  const int queries = tile_queries(p, kBwdTileRows);
+  const int queries = tile_queries(p, kTileRows);
   return queries == 0 ? 0 : BwdWorkspace(p, queries).bytes;
 }
 
 cudaError_t launch_sparse_attention_bwd(const SparseAttentionBwdParams& p, cudaStream_t stream) {
   if (!sizes_fit(p) || p.batch * p.queries * p.heads > INT32_MAX) return cudaErrorInvalidValue;
-  const int queries = tile_queries(p, kBwdTileRows);
+  const int queries = tile_queries(p, kTileRows);
   if (queries == 0) return cudaErrorInvalidValue;
   const BwdWorkspace w(p, queries);
   if (p.batch * p.queries > 0) {
@@ -89,7 +114,7 @@ cudaError_t launch_sparse_attention_bwd(const SparseAttentionBwdParams& p, cudaS
   return launch_dims(p, [&]<DType kType, int kD, int kE>() {
     if (p.batch * p.queries > 0) {
       DSA_RETURN_IF_CUDA_ERROR(launch_delta<kType>(p, w.delta, stream));
-      // The kernel of dQ, which walks over the unions, goes here.
+      DSA_RETURN_IF_CUDA_ERROR((launch_dq<kType, kD, kE>(p, w, stream)));
     }
     return w.inverse.tiles > 0 ? launch_dkv<kType, kD, kE>(p, w, stream) : cudaSuccess;
   });

@@ -88,9 +88,7 @@ struct BlockLoader {
   const CUtensorMap &q_map, &k_map, &v_map;
   Shared& shared;
 
-  __device__ uint32_t query_bytes() const {
-    return Tr::kDBlocks * p.tile_queries * (p.heads / p.groups) * 128;
-  }
+  __device__ uint32_t query_bytes() const { return Tr::kDBlocks * block_bytes(); }
   __device__ void load_queries(const WorkTile& x) const {
     load_query_rows(shared.q, q_map, shared.q_full, x);
   }
@@ -100,7 +98,16 @@ struct BlockLoader {
   __device__ void load_values(const QueuedTile& x, int slot, int at) const {
     load_boxes(shared.v[at], v_map, shared.v_full[at], x, slot);
   }
+  // Writes zeros to these rows of the values in stage `at` once they are loaded.
+  __device__ void clear_rows(int at, uint32_t parity, const uint32_t* rows) const {
+    mbarrier_wait(&shared.v_full[at], parity);
+    masked_attention::clear_rows<Tr::kKeys, 32>(shared.v[at], rows, threadIdx.x % 32);
+  }
 
+  // Bytes of 64 columns of a tile's rows.
+  __device__ uint32_t block_bytes() const {
+    return p.tile_queries * (p.heads / p.groups) * 128;
+  }
   template <int kBlocks, int kBytes>
   __device__ void load_query_rows(uint8_t (&to)[kBlocks][kBytes], const CUtensorMap& map,
                                   uint64_t& full, const WorkTile& x) const {

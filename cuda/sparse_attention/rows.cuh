@@ -13,6 +13,21 @@ namespace jax_dsa::sparse_attention {
 using masked_attention::RowPlace;
 using masked_attention::WorkTile;
 
+inline constexpr int kTileRows = 128;  // MMA rows of a work tile
+
+// The parameters of a pass, and the number of queries of a work tile.
+template <typename Params>
+struct TileCall : Params {
+  int tile_queries;
+};
+
+template <typename Tr>
+struct Shared : masked_attention::Shared<Tr> {
+  // By slot of the queue: the first row of k of each box of a key tile, which has
+  // min(block_size, kKeys) rows.
+  int32_t rows[Tr::kQueued][Tr::kKeys];
+};
+
 // Sets the scores whose bit is not set to -inf. `first` and `second` hold the bits of the thread's
 // two rows. Mostly a row sees all keys of a word or none, since blocks have many keys.
 template <int kScores>

@@ -1,0 +1,245 @@
+// dQ of sparse attention.
+//
+//   P  = exp(scale * S - max_logit - log_sum)      S = Q K^T
+//   dS = P * (dP - delta)                          dP = dO V^T     dQ = scale * dS K
+//
+// with delta = rowsum(O * dO) - dlse.
+//
+// Tiling. Work tiles and steps are those of the forward pass (fwd.cuh): a few neighbouring queries
+// of one KV head walk over the union of their lists, so that dQ is the sum of one work tile and
+// stays in registers. A step has 64 keys, or 32 with 256 dims.
+//
+// Warpgroups.
+//   0, 1  MMA: 64 rows each. The products for S and dP of a step are issued behind that for dQ of
+//         the step before, and P is computed beside dP. The warpgroups never wait for each other.
+//   2     producer, as in the forward pass
+//
+// Keys that no query of a work tile sees may hold anything. Their rows of K are set to zero, and dS
+// is 0 where P is.
+//
+// Shared memory for D = E = 128: Q, dO 64 KiB; K, V 4 stages x 32 KiB.
+#pragma once
+
+#include "common/store_rows.cuh"
+#include "common/wgmma.cuh"
+#include "masked_attention/fwd_plan.cuh"
+#include "sparse_attention/producer.cuh"
+
+namespace jax_dsa::sparse_attention {
+
+using DqCall = TileCall<SparseAttentionBwdParams>;
+
+template <DType kType_, int kD_, int kE_>
+struct DqTraits {
+  static constexpr DType kType = kType_;
+  static constexpr int kD = kD_, kE = kE_;
+  static constexpr bool kWide = kD > 192 || kE > 128;
+  static constexpr int kKeys = kWide ? 32 : 64;  // keys per step
+  static constexpr int kDBlocks = kD / 64, kEBlocks = kE / 64;
+  static constexpr int kQBlockBytes = kTileRows * 128, kKeyBlockBytes = kKeys * 128;
+  static constexpr int kStages = kWide ? 2 : kD > 128 ? 3 : kD > 64 ? 4 : 6;
+  static constexpr int kQueued = ceil_div(kStages + 2, 2) * 2;  // see masked_attention::FwdTraits
+  static constexpr bool kBias = false;
+  static constexpr int kBiasBuffers = 0;
+  static constexpr int kConsumerRegisters = 224, kProducerRegisters = 56;
+  static_assert(registers_fit(1, 2, kConsumerRegisters, kProducerRegisters));
+};
+
+template <typename Tr>
+struct DqShared : Shared<Tr> {
+  alignas(1024) uint8_t dout[Tr::kEBlocks][Tr::kQBlockBytes];
+};
+
+// Loads the rows of dout with those of q.
+template <typename Tr>
+struct DqLoader : BlockLoader<Tr, DqCall, DqShared<Tr>> {
+  using Base = BlockLoader<Tr, DqCall, DqShared<Tr>>;
+  const CUtensorMap& dout_map;
+
+  __device__ DqLoader(const Base& base, const CUtensorMap& dout_map)
+      : Base(base), dout_map(dout_map) {}
+  __device__ uint32_t query_bytes() const {
+    return (Tr::kDBlocks + Tr::kEBlocks) * this->block_bytes();
+  }
+  __device__ void load_queries(const WorkTile& x) const {
+    Base::load_queries(x);
+    this->load_query_rows(this->shared.dout, dout_map, this->shared.q_full, x);
+  }
+  // Writes zeros to these rows of the keys.
+  __device__ void clear_rows(int at, uint32_t parity, const uint32_t* rows) const {
+    mbarrier_wait(&this->shared.k_full[at], parity);
+    masked_attention::clear_rows<Tr::kKeys, 32>(this->shared.k[at], rows, threadIdx.x % 32);
+  }
+};
+
+// The main loop of MMA warpgroup kWarpgroup.
+template <typename Tr, int kWarpgroup>
+__device__ void consume_dq(const DqCall& p, const float* delta, DqShared<Tr>& shared) {
+  constexpr int kScores = Tr::kKeys / 2, kSteps = Tr::kKeys / 16;
+  const int lane = threadIdx.x % 32, warp = threadIdx.x / 32 % 4;
+  const HeadRows rows(p, kWarpgroup * 64 + warp * 16 + lane / 4);
+  const uint64_t q = k_major_descriptor(smem_address(shared.q) + kWarpgroup * kBlockBytes);
+  const uint64_t dout = k_major_descriptor(smem_address(shared.dout) + kWarpgroup * kBlockBytes);
+  const float scale_log2 = p.scale * kLog2E;
+
+  float dq[Tr::kD / 2], s[kScores], dp[kScores];
+  RingPlace<Tr::kStages> ring;
+  masked_attention::Stage stage;  // of the step whose scores are in flight
+
+  const auto arrive = [&](uint64_t* barrier) {
+    __syncwarp();
+    if (lane == 0) mbarrier_arrive(barrier);
+  };
+  // Issues the products for S and dP of the next step.
+  const auto start = [&] {
+    const int at = uniform(ring.index);
+    mbarrier_wait(&shared.k_full[at], ring.parity);
+    mbarrier_wait(&shared.cleared[at], ring.parity);
+    stage = shared.stage[at];
+    const uint64_t keys = k_major_descriptor(smem_address(shared.k[at]));
+    const uint64_t values = k_major_descriptor(smem_address(shared.v[at]));
+    wgmma_forget(s);
+    wgmma_fence();
+#pragma unroll
+    for (int i = 0; i < Tr::kD / 16; ++i) {
+      wgmma_16<Tr::kType, kKMajor, kKMajor>(
+          s, q + i / 4 * (Tr::kQBlockBytes / 16) + i % 4 * 2,
+          keys + i / 4 * (Tr::kKeyBlockBytes / 16) + i % 4 * 2, i > 0);
+    }
+    wgmma_commit();
+    mbarrier_wait(&shared.v_full[at], ring.parity);
+    wgmma_forget(dp);
+    wgmma_fence();
+#pragma unroll
+    for (int i = 0; i < Tr::kE / 16; ++i) {
+      wgmma_16<Tr::kType, kKMajor, kKMajor>(
+          dp, dout + i / 4 * (Tr::kQBlockBytes / 16) + i % 4 * 2,
+          values + i / 4 * (Tr::kKeyBlockBytes / 16) + i % 4 * 2, i > 0);
+    }
+    wgmma_commit();
+  };
+
+  for (uint32_t q_parity = 0;; q_parity ^= 1) {
+    mbarrier_wait(&shared.q_full, q_parity);
+    const WorkTile work_tile = shared.work_tile;
+    if (work_tile.done) break;
+    const RowPlace place = rows.place(p, work_tile);
+    float lse[2], row_delta[2], huge_max[2], huge_sum[2];
+    bool huge = false;
+#pragma unroll
+    for (int r = 0; r < 2; ++r) {
+      const int64_t at = place.first + r * place.second;
+      const bool exists = r * 8 < place.rows_left;
+      const float max_logit = exists ? __ldg(p.max_logit + at) : -INFINITY;
+      const float log_sum = exists ? __ldg(p.log_sum + at) : 0.f;
+      const bool seen = max_logit != -INFINITY;
+      const bool is_huge = seen && fabsf(max_logit) * kLog2E > masked_attention::kHugeRow;
+      row_delta[r] = exists ? __ldg(delta + at) : 0.f;
+      lse[r] = !seen ? INFINITY : is_huge ? 0.f : (max_logit + log_sum) * kLog2E;
+      huge_max[r] = is_huge ? max_logit : 0.f, huge_sum[r] = is_huge ? log_sum : 0.f;
+      huge = huge || is_huge;
+    }
+    huge = __any_sync(~0u, huge);
+    float factor[2] = {0.f, 0.f};
+    if (work_tile.nonempty) {
+      factor[0] = factor[1] = p.scale;
+      start();
+      int previous = 0;
+      for (bool accumulate = false;; accumulate = true) {
+        const int at = uniform(ring.index);
+        wgmma_wait<1>();  // S of this step, and dQ of the step before
+        wgmma_pin(s);
+        if (accumulate) arrive(&shared.k_free[previous]);
+        mbarrier_wait(&shared.bits_built[stage.queue_slot], stage.parity);
+        rows.mask(s, shared.bits[stage.queue_slot]);
+        arrive(&shared.tile_released[stage.queue_slot]);
+        float to_log2 = scale_log2;
+        if (__builtin_expect(huge, 0)) {
+#pragma unroll
+          for (int i = 0; i < kScores; ++i) {
+            s[i] = __fmul_rn(s[i], p.scale) - huge_max[i / 2 % 2] - huge_sum[i / 2 % 2];
+          }
+          to_log2 = kLog2E;
+        }
+#pragma unroll
+        for (int i = 0; i < kScores; ++i) {
+          s[i] = exp2_approx(fmaf(s[i], to_log2, -lse[i / 2 % 2]));
+        }
+        // This phase has completed already. The wait ends the basic block; otherwise ptxas would
+        // move the wait for dP above the exponentials.
+        mbarrier_wait(&shared.v_full[at], ring.parity);
+        wgmma_wait<0>();
+        wgmma_pin(dp);
+        arrive(&shared.v_free[at]);
+        uint32_t ds[kSteps][4];
+#pragma unroll
+        for (int i = 0; i < kScores; i += 2) {
+          const float base = row_delta[i / 2 % 2];
+          const float2 x = masked_attention::score_gradients(
+              {s[i], s[i + 1]}, {dp[i] - base, dp[i + 1] - base}, true);
+          ds[i / 8][i / 2 % 4] = pack_16<Tr::kType>(x.x, x.y);
+        }
+        wgmma_pin(ds);
+        const uint64_t keys = mn_major_descriptor(smem_address(shared.k[at]), Tr::kKeyBlockBytes);
+        wgmma_fence();
+#pragma unroll
+        for (int k = 0; k < kSteps; ++k) {
+          wgmma_16<Tr::kType, kMNMajor>(dq, ds[k], keys + k * (16 * 128 / 16), k > 0 || accumulate);
+        }
+        wgmma_commit();
+        previous = at;
+        ring.advance();
+        if (stage.last) break;
+        start();
+      }
+      wgmma_wait<0>();
+      wgmma_pin(dq);
+      arrive(&shared.k_free[previous]);
+    }
+    arrive(&shared.q_free);
+    store_rows<Tr::kType>(dq, factor, smem_address(shared.out[kWarpgroup * 4 + warp]),
+                          static_cast<uint16_t*>(p.dq) + place.first * p.dim,
+                          place.second * (p.dim / 8), place.rows_left, p.dim);
+  }
+}
+
+template <typename Tr>
+__global__ void __launch_bounds__(masked_attention::kThreads, 1)
+    dq_kernel(const __grid_constant__ DqCall p,
+              const __grid_constant__ masked_attention::TileScheduler scheduler,
+              const __grid_constant__ TileLists lists, const float* delta, unsigned* tile_counter,
+              const __grid_constant__ CUtensorMap q_map,
+              const __grid_constant__ CUtensorMap dout_map,
+              const __grid_constant__ CUtensorMap k_map,
+              const __grid_constant__ CUtensorMap v_map) {
+  auto& shared = dynamic_shared<DqShared<Tr>>();
+  // Rows of the tile beyond its queries are never loaded.
+  clear_shared(shared.q);
+  clear_shared(shared.dout);
+  if (threadIdx.x == 0) {
+    masked_attention::init_barriers<Tr>(shared);
+    mbarrier_init_fence();
+  }
+  __syncthreads();
+  const int warpgroup = threadIdx.x / 128;
+  if (warpgroup == 0) {
+    raise_registers<Tr::kConsumerRegisters>();
+    consume_dq<Tr, 0>(p, delta, shared);
+  } else if (warpgroup == 1) {
+    raise_registers<Tr::kConsumerRegisters>();
+    consume_dq<Tr, 1>(p, delta, shared);
+  } else {
+    lower_registers<Tr::kProducerRegisters>();
+    const int warp = threadIdx.x / 32 % 4;
+    if (warp == 0) {
+      schedule_steps<Tr>(p, scheduler, lists, tile_counter, shared);
+    } else if (warp == 1) {
+      masked_attention::load_tiles<Tr>(
+          shared, DqLoader<Tr>({p, q_map, k_map, v_map, shared}, dout_map));
+    } else {
+      build_query_bits<Tr>(p, lists, shared, warp - 2);
+    }
+  }
+}
+
+}  // namespace jax_dsa::sparse_attention
