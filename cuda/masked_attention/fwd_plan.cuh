@@ -68,7 +68,6 @@ struct FwdTraits {
   static constexpr int kKeys = kE > 128 || kBias ? 64 : 128;  // keys per tile
   static constexpr int kDBlocks = ceil_div(kD, 64), kEBlocks = ceil_div(kE, 64);
   static constexpr int kQBlockBytes = kQueryTile * 128, kKeyBlockBytes = kKeys * 128;
-  static constexpr int kQueryBytes = kDBlocks * kQBlockBytes;  // that TMA loads per work tile
   static constexpr int kStages = kD + kE <= 128 ? 4 : kBias && kE <= 128 ? 3 : 2;
   static constexpr int kBiasBuffers = !kBias ? 0 : kE > 128 ? 1 : kStages;
   // Number of entries of the tile queue. It exceeds the number of stages by two, so that the mask

@@ -65,6 +65,7 @@ struct TileLoader {
   const CUtensorMap &q_map, &k_map, &v_map, &bias_map;
   Shared<Tr>& shared;
 
+  __device__ uint32_t query_bytes() const { return Tr::kDBlocks * Tr::kQBlockBytes; }
   __device__ void load_queries(const WorkTile& x) const {
     if (threadIdx.x % 32 != 0) return;
     for (int block = 0; block < Tr::kDBlocks; ++block) {
@@ -116,7 +117,7 @@ __device__ void load_tiles(Shared& shared, const Loader& loader) {
       if (leader) {
         shared.work_tile = work_tile;
         if (work_tile.nonempty) {
-          mbarrier_arrive_expect(&shared.q_full, Tr::kQueryBytes);
+          mbarrier_arrive_expect(&shared.q_full, loader.query_bytes());
         } else {
           mbarrier_arrive(&shared.q_full);
           // The consumers skip this queue entry, so arrive on their behalf.

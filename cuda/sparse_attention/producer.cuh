@@ -88,6 +88,9 @@ struct BlockLoader {
   const CUtensorMap &q_map, &k_map, &v_map;
   Shared& shared;
 
+  __device__ uint32_t query_bytes() const {
+    return Tr::kDBlocks * p.tile_queries * (p.heads / p.groups) * 128;
+  }
   __device__ void load_queries(const WorkTile& x) const {
     load_query_rows(shared.q, q_map, shared.q_full, x);
   }

@@ -57,11 +57,15 @@ def decoding(q: Array, rows: Array, indices: Array) -> None:
 
 
 def decoding_blocks(q: Array, k: PagedCache, v: PagedCache, indices: Array) -> None:
-    decode = jax_dsa.sparse_attention_decode
-    assert_type(decode(q, k, v, indices, block_size=64), Array)
-    assert_type(decode(q, k, v, indices, block_size=64, return_max_logit=True), tuple[Array, Array])
+    assert_type(jax_dsa.sparse_attention_decode(q, k, v, indices, block_size=64), Array)
     assert_type(
-        decode(q, k, v, indices, block_size=64, return_lse=True, return_max_logit=True),
+        jax_dsa.sparse_attention_decode(q, k, v, indices, block_size=64, return_lse=True),
+        tuple[Array, Array],
+    )
+    assert_type(
+        jax_dsa.sparse_attention_decode(
+            q, k, v, indices, block_size=64, return_lse=True, return_max_logit=True
+        ),
         tuple[Array, Array, Array],
     )
 

@@ -47,7 +47,7 @@ inline TensorBox tensor_of(const CUtensorMap* map, uint32_t start) {
   memcpy(&tensor, map, sizeof tensor);
   const int row = tensor.row_bytes;
   if (row != 128 && row != 64 && row != 32) emulator::fail("a TMA box of a wrong width");
-  if (start % (8 * row)) emulator::fail("a misaligned TMA copy");
+  if (start % 128) emulator::fail("a misaligned TMA copy");
   for (int i = 1; i < tensor.rank; ++i) {
     if (tensor.strides[i - 1] % 16) emulator::fail("a TMA stride that is no multiple of 16");
   }
