@@ -43,8 +43,7 @@ def supports(options: Options, x: Operands) -> str | None:
         return f"it takes scale > 0, got {options.scale}"
     if options.batch_invariant:
         return "its results depend on the number of requests"
-    of_block = options.block_size // _page_size(options, x)
-    if of_block > MAX_PAGES_PER_BLOCK:
+    if options.block_size > MAX_PAGES_PER_BLOCK * _page_size(options, x):
         return "blocks and pages, or the capacity of a flat cache, have too small a common divisor"
     # Marked pages have numbers up to twice the number of pages.
     if max(B * T * N, 2 * rows) > cuda.MAX_ROWS:
