@@ -11,7 +11,7 @@ namespace {
 // q [B, T, N, D]; k [B, S, G, D], or [1, S, G, D] shared by all requests; with a page table
 // [B or 1, P * page_size, G, D]; FP8 records are uint8 [..., 656]; v like k with E in place of D,
 // or absent: the values are then the first 512 elements of the keys; starts [B, T], ends [B, T],
-// sinks [B, N]?, page_table [B, R] or one per KV head group [B, G, R]?, cuts [B]?
+// sinks [B, N]?, page_table [B, R] or one per KV head [B, G, R]?, cuts [B, 1]?
 // -> out [B, T, N, E], bfloat16 or float32, max_logit and log_sum [B, T, N], and the workspaces
 //    partial, partial_rows and split_tiles, whose sizes mqa_decode_workspace returns
 ffi::Error mqa_decode(cudaStream_t stream, BF16 q, AnyBuffer k, AnyBuffer v, S32 starts, S32 ends,

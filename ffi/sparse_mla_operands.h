@@ -82,7 +82,8 @@ ffi::Error read_scale(const char* op, float scale, Params* params) {
   return invalid_argument(op, "scale is " + std::to_string(scale) + ", expected a positive number");
 }
 
-// Reads a page table [B, R]? over the `rows` rows of a pool of keys. `params->keys` becomes the
+// Reads a page table [B, R]?, or with `groups` [B, groups, R]?, over the `rows` rows of a pool of
+// keys. `params->keys` becomes the
 // number of keys that a request's pages hold.
 template <typename Params>
 ffi::Error read_page_table(const char* op, const char* keys_name, const AnyBuffer& page_table,

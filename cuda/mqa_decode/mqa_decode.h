@@ -49,7 +49,7 @@ struct MqaDecodeParams {
   int page_size;
   int page_slots;
   int sinks_stride = 0;
-  float scale;  // > 0
+  float scale;                // > 0
   bool group_tables = false;  // each KV head group has a page table of its own
   bool out_float = false;
   bool exact_max = false;

@@ -92,7 +92,8 @@ struct KeyLocator {
 
   __device__ KeyLocator(const Decode& p, const SplitIterator& iterator)
       : p(p),
-        table(p.page_table ? p.page_table + table_index(p, iterator.split) * p.page_slots : nullptr),
+        table(p.page_table ? p.page_table + table_index(p, iterator.split) * p.page_slots
+                           : nullptr),
         cut(p.cuts ? __ldg(p.cuts + iterator.split.batch) : 0),
         visible(iterator.visible),
         first_key(iterator.first_key),

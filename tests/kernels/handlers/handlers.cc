@@ -431,8 +431,8 @@ void test_mqa_decode() {
                          Array cuts = kAbsent) {
     const int64_t value_dim = present(AnyBuffer(v)) ? dim : 512;
     const MqaDecodeWorkspace w = mqa_decode_workspace(mqa_decode_rows(1, 8, 1, dim, false));
-    return mqa_decode(nullptr, bf16({2, 1, 8, dim}), k, v, s32({2, 1}), s32({2, 1}), kAbsent,
-                      table, cuts, Array(type, {2, 1, 8, value_dim}), f32({2, 1, 8}), f32({2, 1, 8}),
+    return mqa_decode(nullptr, bf16({2, 1, 8, dim}), k, v, s32({2, 1}), s32({2, 1}), kAbsent, table,
+                      cuts, Array(type, {2, 1, 8, value_dim}), f32({2, 1, 8}), f32({2, 1, 8}),
                       f32({w.rows, value_dim}), f32({w.rows, 2}), s32({w.split_tiles, 2}), 1.f, 1,
                       true);
   };
