@@ -83,8 +83,7 @@ ffi::Error read_scale(const char* op, float scale, Params* params) {
 }
 
 // Reads a page table [B, R]?, or with `groups` [B, groups, R]?, over the `rows` rows of a pool of
-// keys. `params->keys` becomes the
-// number of keys that a request's pages hold.
+// keys. `params->keys` becomes the number of keys that a request's pages hold.
 template <typename Params>
 ffi::Error read_page_table(const char* op, const char* keys_name, const AnyBuffer& page_table,
                            int64_t rows, int64_t page_size, Params* params, int64_t groups = 0) {
