@@ -13,7 +13,7 @@ from jax.test_util import check_grads
 from support.compare import assert_matches
 from support.marks import slow
 from support.oracles import sparse_attention as oracle
-from support.sparse_attention import B, D, E, G, K, N, grads, inputs, three
+from support.sparse_attention import B, D, E, G, K, N, grads, inputs, sizes_of_intermediates, three
 
 from jax_dsa import (
     masked_attention,
@@ -316,18 +316,6 @@ def test_no_array_holds_the_gathered_rows_of_all_queries() -> None:
         call = functools.partial(sparse_attention, **options)
         return call(q, k, v, indices).astype(jnp.float32).sum()
 
-    sizes = []
-
-    def visit(jaxpr: Any) -> None:
-        for eqn in jaxpr.eqns:
-            sizes.extend(x.aval.size * x.aval.dtype.itemsize for x in eqn.outvars)
-            for inner in jax.tree.leaves(list(eqn.params.values()), is_leaf=is_jaxpr):
-                if is_jaxpr(inner):
-                    visit(getattr(inner, "jaxpr", inner))
-
-    def is_jaxpr(x: Any) -> bool:
-        return hasattr(x, "eqns") or hasattr(getattr(x, "jaxpr", None), "eqns")
-
-    visit(jax.make_jaxpr(jax.grad(loss, (0, 1, 2)))(*arrays, indices).jaxpr)
+    sizes = sizes_of_intermediates(jax.grad(loss, (0, 1, 2)), *arrays, indices)
     assert len(sizes) > 100
     assert max(sizes) <= streaming.BUDGET < T * slots * size * dim * 2

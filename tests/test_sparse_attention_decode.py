@@ -14,6 +14,7 @@ from support.compare import assert_matches
 from support.marks import slow
 from support.oracles import mqa_decode as pages_oracle
 from support.oracles import sparse_attention as oracle
+from support.sparse_attention import sizes_of_intermediates
 
 from jax_dsa import (
     FlatCache,
@@ -286,20 +287,8 @@ def test_no_array_holds_the_rows_of_all_requests() -> None:
     )
     q = jax.ShapeDtypeStruct((b, 1, 16, dim), jnp.bfloat16)
     indices = jax.ShapeDtypeStruct((b, 1, slots), jnp.int32)
-    sizes = []
-
-    def visit(jaxpr: Any) -> None:
-        for eqn in jaxpr.eqns:
-            sizes.extend(x.aval.size * x.aval.dtype.itemsize for x in eqn.outvars)
-            for inner in jax.tree.leaves(list(eqn.params.values()), is_leaf=is_jaxpr):
-                if is_jaxpr(inner):
-                    visit(getattr(inner, "jaxpr", inner))
-
-    def is_jaxpr(x: Any) -> bool:
-        return hasattr(x, "eqns") or hasattr(getattr(x, "jaxpr", None), "eqns")
-
     call = functools.partial(sparse_attention_decode, block_size=size, **CAUSAL)
-    visit(jax.make_jaxpr(call)(q, cache, cache, indices).jaxpr)
+    sizes = sizes_of_intermediates(call, q, cache, cache, indices)
     assert len(sizes) > 50
     assert max(sizes) <= streaming.BUDGET < b * slots * size * dim * 2
 

@@ -6,6 +6,7 @@ from typing import Any
 
 import jax
 import numpy as np
+from jax.extend.core import jaxprs_in_params
 
 from jax_dsa import sparse_attention
 
@@ -43,3 +44,17 @@ def grads(args: tuple, dout: Any, dlse: Any, sinks: Any = None, **options: Any) 
         return sparse_attention(q, k, v, args[3], sinks=sinks, return_lse=True, **options)
 
     return jax.vjp(fn, *args[:3], sinks)[1]((dout, dlse))
+
+
+def sizes_of_intermediates(fn: Any, *args: Any) -> list[int]:
+    """Returns the bytes of every array that a program computes."""
+    sizes = []
+
+    def visit(jaxpr: Any) -> None:
+        for eqn in jaxpr.eqns:
+            sizes.extend(x.aval.size * x.aval.dtype.itemsize for x in eqn.outvars)
+            for inner in jaxprs_in_params(eqn.params):
+                visit(inner)
+
+    visit(jax.make_jaxpr(fn)(*args).jaxpr)
+    return sizes
