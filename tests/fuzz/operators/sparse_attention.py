@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from typing import Any
 
 import numpy as np
@@ -155,6 +156,8 @@ def draw_sparse_attention_decode(c: Draw, r: Draw) -> Call:
         return products(cached_rows(cache)[0], scale, cache)
 
     def want(k_cache: Any, v_cache: Any, k_scale: Any, v_scale: Any, **x: Any) -> list[np.ndarray]:
+        if isinstance(k_cache, PagedCache):  # vmap may map the table of one of them only.
+            v_cache = dataclasses.replace(v_cache, page_table=k_cache.page_table)
         options = oracle_options(x, k_cache.capacity)
         options.pop("batch_invariant")
         lengths = np.maximum(k_cache.lengths.astype(np.int64), 0)
