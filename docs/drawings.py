@@ -1,4 +1,4 @@
-"""Draws docs/images/flow.svg and docs/images/mesh_*.svg: `python docs/drawings.py`.
+"""Draws docs/images/{flow,block_lists,mesh_*}.svg: `python docs/drawings.py`.
 
 The background is transparent, and every text has a box of its own color behind it, so that the
 drawings are readable on light and on dark pages.
@@ -203,9 +203,55 @@ def mesh(title: str, arrays: dict[str, int | None], exchanged: tuple[str, ...]) 
     return document(384, 40 + 40 * len(arrays), title, *header, *rows)
 
 
+# The lists of queries 92 to 95 for each KV head, with its color. Blocks have 16 keys.
+LISTS = {
+    "KV head 0: query heads 0 to 3": (GREEN, [(0, 2), (0, 2), (0, 3), (0, 3)]),
+    "KV head 1: query heads 4 to 7": (PURPLE, [(1, 4), (1, 4), (1, 4), (2, 4)]),
+}
+
+
+def _block(x: float, y: float, color: str, seen: int) -> str:
+    """Returns a block of 16 keys, of which the first `seen` ones are colored."""
+    frame = (
+        f'<rect x="{x:g}" y="{y:g}" width="48" height="24" fill="none" stroke="{LINE}" '
+        'stroke-dasharray="2 3"/>'
+    )
+    part = f'<rect x="{x:g}" y="{y:g}" width="{3 * seen}" height="24" fill="{color}"/>'
+    return frame + part if seen else frame
+
+
+def block_lists() -> str:
+    """Returns the blocks of keys that four queries see, a panel for each KV head."""
+    elements = [box(4, 4, 98, 24, GREY) + text(53, 16, "block", 12)]
+    for j in range(7):
+        elements.append(box(112 + 52 * j, 4, 48, 24, GREY))
+        elements.append(text(136 + 52 * j, 16, str(j), 12, code=True))
+    elements.append(box(482, 4, 76, 24, GREY) + text(520, 16, "indices", 12, code=True))
+    for panel, (name, (color, lists)) in enumerate(LISTS.items()):
+        top = 38 + 152 * panel
+        elements.append(box(4, top, 554, 24, color) + text(281, top + 12, name, 12))
+        for i, listed in enumerate(lists):
+            y, query = top + 30 + 28 * i, 92 + i
+            elements.append(box(4, y, 98, 24, GREY) + text(53, y + 12, f"query {query}", 12))
+            for j in range(7):
+                own = min(16, query + 1 - 16 * j)
+                seen, shade = (16, color) if j in listed else (own if j == 5 else 0, BLUE)
+                elements.append(_block(112 + 52 * j, y, shade, seen))
+            elements.append(box(482, y, 76, 24, color))
+            elements.append(text(520, y + 12, str(list(listed)), 12, code=True))
+    return document(
+        562,
+        336,
+        "Each KV head has a list of blocks for every query. The block that has the query's "
+        "position is seen up to the query",
+        *elements,
+    )
+
+
 def main() -> None:
     """Writes all drawings."""
     (IMAGES / "flow.svg").write_text(flow())
+    (IMAGES / "block_lists.svg").write_text(block_lists())
     for name, drawing in MESHES.items():
         (IMAGES / f"mesh_{name}.svg").write_text(mesh(*drawing))
 

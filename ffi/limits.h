@@ -11,6 +11,7 @@
 #include "htree/htree.h"
 #include "indexer/indexer.h"
 #include "mla/layout.h"
+#include "sparse_attention/sparse_attention.h"
 #include "sparse_mla/sparse_mla_decode.h"
 #include "topk/topk.h"
 
@@ -85,10 +86,7 @@ inline constexpr int64_t kMaxDim = masked_attention::kMaxDim;
 inline constexpr int64_t kDimMultiple = masked_attention::kDimMultiple;
 inline constexpr int64_t kMaxLength = masked_attention::kMaxLength;
 inline constexpr int64_t kMaxGroupHeads = 32;
-// Queries and heads of one KV head that a work tile consists of, and the slots of its queries,
-// including those of forced blocks.
-inline constexpr int64_t kTileRows = 128;
-inline constexpr int64_t kMaxTileSlots = 16384;
+inline constexpr int64_t kMaxSlots = kSparseAttentionMaxSlots;
 }  // namespace sparse_attention
 
 namespace sparse_mla {

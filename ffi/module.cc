@@ -96,8 +96,7 @@ nb::dict limits() {
   add("sparse_attention", "MAX_DIM", l::sparse_attention::kMaxDim);
   add("sparse_attention", "MAX_GROUP_HEADS", l::sparse_attention::kMaxGroupHeads);
   add("sparse_attention", "MAX_LENGTH", l::sparse_attention::kMaxLength);
-  add("sparse_attention", "MAX_TILE_SLOTS", l::sparse_attention::kMaxTileSlots);
-  add("sparse_attention", "TILE_ROWS", l::sparse_attention::kTileRows);
+  add("sparse_attention", "MAX_SLOTS", l::sparse_attention::kMaxSlots);
   add("sparse_mla", "DIMS", values(l::sparse_mla::kDims));
   add("sparse_mla", "RECORD_BYTES", l::sparse_mla::kRecordBytes);
   add("sparse_mla", "TILE", l::sparse_mla::kTileSlots);

@@ -3,7 +3,6 @@
 #include "sparse_attention/sparse_attention.h"
 
 #include <algorithm>
-#include <string>
 #include <tuple>
 
 #include "ffi/attention_operands.h"
@@ -31,6 +30,7 @@ ffi::Error read_lists(const char* op, const ListOperands& x, Params* params) {
   namespace limits = ::jax_dsa::limits::sparse_attention;
   constexpr int64_t kMax = ::jax_dsa::limits::kInt32Max;
   const Params& p = *params;
+  DSA_FFI_RETURN_IF_ERROR(check_range(op, "B * T", p.batch * p.queries, 0, limits::kMaxLength));
   SparseAttentionLists& lists = params->lists;
   const int64_t group_heads = p.groups > 0 ? p.heads / p.groups : 0;
   DSA_FFI_RETURN_IF_ERROR(check_range(op, "N / G", group_heads, 0, limits::kMaxGroupHeads));
@@ -57,12 +57,8 @@ ffi::Error read_lists(const char* op, const ListOperands& x, Params* params) {
   const int64_t forced = std::min<int64_t>(x.sink_blocks, blocks) +
                          std::min<int64_t>(x.local_blocks, blocks) +
                          (x.tail_block && x.local_blocks == 0);
-  const int64_t queries = limits::kTileRows / std::max<int64_t>(group_heads, 1);
-  DSA_FFI_RETURN_IF_ERROR(check_range(
-      op,
-      ("the number of slots of " + std::to_string(queries) + " queries, including forced blocks,")
-          .c_str(),
-      queries * (slots + forced), 0, limits::kMaxTileSlots));
+  DSA_FFI_RETURN_IF_ERROR(check_range(op, "the number of slots, including forced blocks,",
+                                      slots + forced, 0, limits::kMaxSlots));
   lists.indices = x.indices.typed_data();
   lists.slots = static_cast<int>(slots);
   lists.block_size = x.block_size;
@@ -90,6 +86,7 @@ ffi::Error sparse_attention_fwd(cudaStream_t stream, AnyBuffer q, AnyBuffer k, A
                               block_size, sink_blocks, local_blocks, tail_block};
   DSA_FFI_RETURN_IF_ERROR(read_qkv(kOp, q, k, v, &params));
   DSA_FFI_RETURN_IF_ERROR(read_lists(kOp, lists, &params));
+  DSA_FFI_RETURN_IF_ERROR(read_scale(kOp, scale, &params));
   DSA_FFI_RETURN_IF_ERROR(read_sinks(kOp, sinks, &params));
   const int64_t batch = params.batch, queries = params.queries, heads = params.heads;
   DSA_FFI_RETURN_IF_ERROR(
@@ -101,7 +98,6 @@ ffi::Error sparse_attention_fwd(cudaStream_t stream, AnyBuffer q, AnyBuffer k, A
   params.max_logit = max_logit->typed_data();
   params.log_sum = log_sum->typed_data();
   params.workspace = workspace->untyped_data();
-  params.scale = scale;
   DSA_FFI_RETURN_IF_ERROR(check_workspace(kOp, "workspace", workspace->size_bytes(),
                                           sparse_attention_fwd_workspace_bytes(params)));
   return launch_status(kOp, launch_sparse_attention_fwd(params, stream));
@@ -125,6 +121,7 @@ ffi::Error sparse_attention_bwd(cudaStream_t stream, AnyBuffer q, AnyBuffer k, A
                               block_size, sink_blocks, local_blocks, tail_block};
   DSA_FFI_RETURN_IF_ERROR(read_qkv(kOp, q, k, v, &params));
   DSA_FFI_RETURN_IF_ERROR(read_lists(kOp, lists, &params));
+  DSA_FFI_RETURN_IF_ERROR(read_scale(kOp, scale, &params));
   const int64_t batch = params.batch, queries = params.queries, heads = params.heads;
   const std::initializer_list<int64_t> like_out = {batch, queries, heads, params.value_dim};
   DSA_FFI_RETURN_IF_ERROR(check_like_q(kOp, "out", out, q, like_out));
@@ -145,7 +142,6 @@ ffi::Error sparse_attention_bwd(cudaStream_t stream, AnyBuffer q, AnyBuffer k, A
   params.dk = dk->typed_data();
   params.dv = dv->typed_data();
   params.workspace = workspace->untyped_data();
-  params.scale = scale;
   DSA_FFI_RETURN_IF_ERROR(check_workspace(kOp, "workspace", workspace->size_bytes(),
                                           sparse_attention_bwd_workspace_bytes(params)));
   return launch_status(kOp, launch_sparse_attention_bwd(params, stream));

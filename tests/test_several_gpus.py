@@ -14,7 +14,14 @@ from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 from support.compare import assert_matches
 
-from jax_dsa import attn_dist, indexer_logits, indexer_topk, masked_attention, sparse_mla
+from jax_dsa import (
+    attn_dist,
+    indexer_logits,
+    indexer_topk,
+    masked_attention,
+    sparse_attention,
+    sparse_mla,
+)
 from jax_dsa.training.config import PRESETS
 from jax_dsa.training.mesh import make_mesh, shardings
 from jax_dsa.training.steps import Program
@@ -69,6 +76,27 @@ def attend_to_all(q: jax.Array, k: jax.Array, v: jax.Array) -> tuple[jax.Array, 
     return *outs, *grads
 
 
+def attend_to_blocks(
+    q: jax.Array, k: jax.Array, v: jax.Array, indices: jax.Array
+) -> tuple[jax.Array, ...]:
+    """Returns the output, lse and the gradients of causal attention to blocks."""
+
+    def loss(*arrays: jax.Array) -> tuple[jax.Array, Any]:
+        options: Any = {"block_size": 64, "is_causal": True, "local_blocks": 1}
+        out, lse = sparse_attention(
+            *arrays, indices, **options, return_lse=True, implementation="cuda"
+        )
+        return jnp.sin(out.astype(jnp.float32)).sum() + jnp.cos(lse).sum(), (out, lse)
+
+    grads, outs = jax.grad(loss, argnums=(0, 1, 2), has_aux=True)(q, k, v)
+    return *outs, *grads
+
+
+def block_inputs(rng: np.random.Generator) -> tuple[jax.Array, ...]:
+    q, k, v = head_inputs(rng)
+    return q, k, v, jnp.asarray(rng.integers(-1, S // 64, (B, 4 * T, 4, 3)), jnp.int32)
+
+
 def head_inputs(rng: np.random.Generator) -> tuple[jax.Array, ...]:
     shapes = (B, 4 * T, 16, 128), (B, S, 4, 128), (B, S, 4, 64)
     return tuple(jnp.asarray(rng.standard_normal(shape), jnp.bfloat16) for shape in shapes)
@@ -98,6 +126,13 @@ ROUTES = {
     "masked_attention-queries": (attend_to_all, head_inputs, (P(None, "x"), P(), P())),
     "masked_attention-heads": (attend_to_all, head_inputs, (P(None, None, "x"),) * 3),
     "masked_attention-query heads": (attend_to_all, head_inputs, (P(None, None, "x"), P(), P())),
+    "sparse_attention-batch": (attend_to_blocks, block_inputs, (P("x"),) * 4),
+    "sparse_attention-queries": (
+        attend_to_blocks,
+        block_inputs,
+        (P(None, "x"), P(), P(), P(None, "x")),
+    ),
+    "sparse_attention-heads": (attend_to_blocks, block_inputs, (P(None, None, "x"),) * 4),
     "indexer_logits-batch": (score, indexer_inputs, BATCH),
     "indexer_logits-queries": (score, indexer_inputs, QUERIES),
     "indexer_topk-batch": (select, indexer_inputs, BATCH),

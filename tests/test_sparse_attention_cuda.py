@@ -124,10 +124,9 @@ def operands(**changes: Any) -> Operands:
         ({"dtype": jnp.float32}, "bfloat16 or float16, got float32"),
         ({"d": 264}, "multiples of 8 up to 256 for D and E, got D=264, E=128"),
         ({"e": 12}, "got D=128, E=12"),
-        ({"t": 2**31 - 1}, "T and S up to 2147479551, got T=2147483647"),
+        ({"t": 2**31 - 1}, "B * T and S up to 2147479551, got B=1, T=2147483647"),
         ({"n": 132}, "N // G up to 32, got N=132, G=4"),
-        ({"k": 2047}, "up to 2048 slots with forced blocks for N // G = 16, got 2049"),
-        ({"k": 127, "n": 4}, "up to 128 slots with forced blocks for N // G = 1, got 129"),
+        ({"k": 16383}, "up to 16384 slots, including forced blocks, got 16385"),
     ],
     ids=str,
 )
@@ -135,6 +134,7 @@ def test_calls_that_the_kernels_do_not_cover(changes: dict[str, Any], reason: st
     options = Options(0.3, 64, local_blocks=2)
     assert cuda.supports(options, operands()) is None
     assert reason in (cuda.supports(options, operands(**changes)) or "")
+    assert "scale > 0, got -0.3" in (cuda.supports(Options(-0.3, 64), operands()) or "")
 
 
 def test_forced_blocks_beyond_the_keys_take_no_slots() -> None:

@@ -51,6 +51,7 @@ __device__ __forceinline__ void wgmma_forget(float (&d)[kN]) {
 // clang-format off
 #define JAX_DSA_REGISTERS_8 "%0, %1, %2, %3, %4, %5, %6, %7"
 #define JAX_DSA_REGISTERS_16 JAX_DSA_REGISTERS_8 ", %8, %9, %10, %11, %12, %13, %14, %15"
+#define JAX_DSA_REGISTERS_24 JAX_DSA_REGISTERS_16 ", %16, %17, %18, %19, %20, %21, %22, %23"
 #define JAX_DSA_REGISTERS_32 JAX_DSA_REGISTERS_16 ", " \
   "%16, %17, %18, %19, %20, %21, %22, %23, %24, %25, %26, %27, %28, %29, %30, %31"
 #define JAX_DSA_REGISTERS_64 JAX_DSA_REGISTERS_32 ", " \
@@ -106,6 +107,10 @@ __device__ __forceinline__ void wgmma_16(float (&d)[kD], uint64_t a, uint64_t b,
   } else if constexpr (kD == 16) {
     JAX_DSA_WGMMA_16("m64n32k16", JAX_DSA_REGISTERS_16, "%16, %17", "%18", ", %19, %20",
         JAX_DSA_ACC8(d, 0), JAX_DSA_ACC8(d, 8)
+        : "l"(a), "l"(b), "r"(int{accumulate}), "n"(int{kA}), "n"(int{kB}))
+  } else if constexpr (kD == 24) {
+    JAX_DSA_WGMMA_16("m64n48k16", JAX_DSA_REGISTERS_24, "%24, %25", "%26", ", %27, %28",
+        JAX_DSA_ACC8(d, 0), JAX_DSA_ACC8(d, 8), JAX_DSA_ACC8(d, 16)
         : "l"(a), "l"(b), "r"(int{accumulate}), "n"(int{kA}), "n"(int{kB}))
   } else if constexpr (kD == 32) {
     JAX_DSA_WGMMA_16("m64n64k16", JAX_DSA_REGISTERS_32, "%32, %33", "%34", ", %35, %36",

@@ -31,7 +31,8 @@ struct TileLists {
   int words;     // ceil(tile_queries / 32)
 };
 
-inline constexpr int kMaxTileEntries = 16384;  // entries of a tile that fit in shared memory
+// Entries of a tile that fit in shared memory.
+inline constexpr int kMaxTileEntries = kSparseAttentionMaxSlots;
 inline constexpr int kMaxTileQueries = 128;
 
 // The blocks that every query sees beside its slots, at most as many as there are blocks.

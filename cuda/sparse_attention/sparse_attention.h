@@ -10,6 +10,9 @@
 
 namespace jax_dsa {
 
+// Slots of a query, including those of forced blocks, at most.
+inline constexpr int kSparseAttentionMaxSlots = 16384;
+
 // Describes which keys a query and a KV head see. Block j of a query consists of block_size rows of
 // k, from `starts` + j * block_size on. Slot i of a list counts if i < topk_length and if its block
 // has a key that the query sees. A block that several slots name counts several times.
@@ -54,7 +57,7 @@ struct SparseAttentionFwdParams {
   int dim;        // a multiple of 8, up to 256
   int value_dim;  // a multiple of 8, up to 256
   DType dtype;    // bf16 or f16; the type of q, k, v and out
-  float scale;
+  float scale;    // positive
 };
 
 struct SparseAttentionBwdParams {
@@ -81,7 +84,7 @@ struct SparseAttentionBwdParams {
   int dim;
   int value_dim;
   DType dtype;
-  float scale;
+  float scale;  // positive
 };
 
 int64_t sparse_attention_fwd_workspace_bytes(const SparseAttentionFwdParams& params);

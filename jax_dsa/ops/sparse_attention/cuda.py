@@ -24,27 +24,25 @@ MAX_DIM = 256
 DIM_MULTIPLE = 8
 MAX_GROUP_HEADS = 32
 MAX_LENGTH = 2**31 - 1 - 4096
-# Queries and heads of one KV head that a work tile consists of, and the slots of its queries,
-# including those of forced blocks.
-TILE_ROWS = 128
-MAX_TILE_SLOTS = 16384
+MAX_SLOTS = 16384  # of a query, including those of forced blocks
 
 
 def supports(options: Options, x: Operands, *_: Results) -> str | None:
     """Returns None, or the reason why the kernels do not cover this call."""
-    (T, N, D), (S, G), E = x.q.shape[1:], x.k.shape[1:3], x.v.shape[3]
+    (B, T, N, D), (S, G), E = x.q.shape, x.k.shape[1:3], x.v.shape[3]
     if x.q.dtype not in _DTYPES:
         return f"it takes bfloat16 or float16, got {x.q.dtype}"
     if not all(0 < dim <= MAX_DIM and dim % DIM_MULTIPLE == 0 for dim in (D, E)):
         return f"it takes multiples of {DIM_MULTIPLE} up to {MAX_DIM} for D and E, got D={D}, E={E}"
-    if max(T, S) > MAX_LENGTH:
-        return f"it takes T and S up to {MAX_LENGTH}, got T={T}, S={S}"
+    if max(B * T, S) > MAX_LENGTH:
+        return f"it takes B * T and S up to {MAX_LENGTH}, got B={B}, T={T}, S={S}"
     if N // G > MAX_GROUP_HEADS:
         return f"it takes N // G up to {MAX_GROUP_HEADS}, got N={N}, G={G}"
-    queries = TILE_ROWS // max(N // G, 1)
-    slots, most = num_slots(options, x.indices.shape[3], S), MAX_TILE_SLOTS // queries
-    if slots > most:
-        return f"it takes up to {most} slots with forced blocks for N // G = {N // G}, got {slots}"
+    slots = num_slots(options, x.indices.shape[3], S)
+    if slots > MAX_SLOTS:
+        return f"it takes up to {MAX_SLOTS} slots, including forced blocks, got {slots}"
+    if options.scale <= 0:
+        return f"it takes scale > 0, got {options.scale}"
     return None
 
 
