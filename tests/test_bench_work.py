@@ -138,6 +138,10 @@ BY_HAND = {
     "sparse_attention bwd bf16 random": block_lists_backward,
     "sparse_attention fwd bf16 similar-tail": block_lists_and_tail,
     "sparse_attention fwd bf16 random-tail": block_lists_and_tail,
+    "sparse_attention_decode fwd bf16": lambda x: {
+        BF16: x.B * attention(x.N, x.K * x.b, x.D, x.D),
+        COPY: x.B * 2 * (2 * x.G * x.K * x.b * x.D + 2 * x.N * x.D),
+    },
     "attn_dist fwd bf16": lambda x: {BF16: product(x.N, x.selected, x.D)},
     "indexer fwd fp8": lambda x: {FP8: product(x.J, x.causal, x.C)},
     "indexer fwd bf16": lambda x: {BF16: product(x.J, x.causal, x.C)},

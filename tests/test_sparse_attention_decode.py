@@ -326,10 +326,3 @@ def test_empty_arrays(empty: str) -> None:
 
     for gradient in jax.grad(total, (0, 1, 2))(q, rows(pair[0]), rows(pair[1])):
         assert not gradient.any()
-
-
-def test_there_is_no_kernel_yet(rng: np.random.Generator) -> None:
-    q, indices = queries(rng, 4)
-    pair = caches("flat", rng, (S, 9, 1, 14))
-    with pytest.raises(NotImplementedError, match=r"decode: .*it has no CUDA kernel yet"):
-        sparse_attention_decode(q, *pair, indices, block_size=4, implementation="cuda")

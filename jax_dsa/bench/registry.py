@@ -12,7 +12,7 @@ from jax_dsa.bench.cases.indexer import indexer
 from jax_dsa.bench.cases.losses import losses
 from jax_dsa.bench.cases.masked_attention import masked_attention
 from jax_dsa.bench.cases.mqa_decode import mqa_decode
-from jax_dsa.bench.cases.sparse_attention import sparse_attention
+from jax_dsa.bench.cases.sparse_attention import sparse_attention, sparse_attention_decode
 from jax_dsa.bench.cases.sparse_mla import sparse_mla
 from jax_dsa.bench.cases.topk import topk
 
@@ -31,6 +31,7 @@ OPERATORS: dict[str, Callable[[Scale], Iterator[Case]]] = {
         attn_dist,
         masked_attention,
         sparse_attention,
+        sparse_attention_decode,
         block_mask,
         losses,
         mqa_decode,

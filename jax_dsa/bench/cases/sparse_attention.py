@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 
 import jax_dsa
-from jax_dsa.bench.case import BF16, Case, normal
+from jax_dsa.bench.case import BF16, COPY, Case, normal
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -35,6 +35,27 @@ def sparse_attention(size: Scale) -> Iterator[Case]:
         yield _case(step, size(T=131072, N=64, G=4, D=128, K=16) | {"b": 128}, "similar")
     for lists in ("similar", "random"):
         yield _case("fwd", size(T=32768, N=24, G=2, D=256, K=512) | {"b": 4}, lists, tail=True)
+
+
+def sparse_attention_decode(size: Scale) -> Iterator[Case]:
+    """Yields cases with one query per request, which lists distinct blocks of a flat cache."""
+    for requests, capacity in ((1, 131072), (8, 32768), (64, 8192), (128, 4096)):
+        dims = size(B=requests, S=capacity, N=64, G=4, D=128, K=16) | {"b": 128}
+        b, n, g, d, k, block = (dims[x] for x in "BNGDKb")
+
+        def make(key: jax.Array, dims: Dims = dims) -> tuple:
+            b, s, n, g, d, k, block = (dims[x] for x in "BSNGDKb")
+            a, *others, c = jax.random.split(key, 4)
+            caches = [jax_dsa.FlatCache(normal(x, b, s, g, d), jnp.full(b, s)) for x in others]
+            numbers = jnp.argsort(jax.random.uniform(c, (b, 1, g, max(k, s // block))))
+            return normal(a, b, 1, n, d), *caches, numbers[..., :k]
+
+        work = {
+            BF16: 4 * b * n * k * block * d,
+            COPY: 2 * b * (g * k * block + n) * (d + d),
+        }
+        call = functools.partial(jax_dsa.sparse_attention_decode, block_size=block)
+        yield Case("sparse_attention_decode", "fwd", dims, "bf16", make, call, work)
 
 
 def block_lists(key: jax.Array, dims: Dims, tail: bool, groups: int, *, similar: bool) -> jax.Array:

@@ -25,7 +25,7 @@ def selected_keys(
         x: the operands of some queries.
         keys: number of rows of `k`.
     """
-    blocks = _blocks(options, x, keys)
+    blocks = listed_blocks(options, x, keys)
     size = options.block_size
     # A block number beyond the keys is replaced before its product with the block size overflows.
     blocks = jnp.where((blocks >= 0) & (blocks < -(-keys // size)), blocks, -1)
@@ -51,7 +51,7 @@ def _forced_counts(options: Options, keys: int) -> tuple[int, int, int]:
     return min_dim(options.sink_blocks, blocks), min_dim(options.local_blocks, blocks), int(tail)
 
 
-def _blocks(options: Options, x: Operands, keys: int) -> Int[Array, "B T G K"]:
+def listed_blocks(options: Options, x: Operands, keys: int) -> Int[Array, "B T G K"]:
     """Returns the numbers of the blocks of each query, the forced ones last; -1 for none."""
     blocks = x.indices
     if x.topk_length is not None:

@@ -7,16 +7,25 @@ from typing import Any, Literal, TypedDict, Unpack, overload
 
 from jax_dsa.core.arguments import check_heads
 from jax_dsa.core.checks import FLOATS, FP8, WIDE_FLOATS, Args
+from jax_dsa.core.ffi import Kernel, either
 from jax_dsa.core.op import Pass, differentiable
 from jax_dsa.core.softmax import requested
 from jax_dsa.core.typing import Array, Float, Implementation, Int
 from jax_dsa.ops.cache.api import FlatCache, PagedCache
 from jax_dsa.ops.cache.keys import Keys, read_cache
-from jax_dsa.ops.sparse_attention import cached
+from jax_dsa.ops.sparse_attention import cached, cached_cuda
 from jax_dsa.ops.sparse_attention.arguments import cached_positions_and_lengths, options_and_slots
 from jax_dsa.ops.sparse_attention.spec import Operands
 
-DECODE_FWD = Pass("sparse_attention_decode_fwd", cached.sparse_attention_decode_fwd)
+DECODE_FWD = Pass(
+    "sparse_attention_decode_fwd",
+    cached.sparse_attention_decode_fwd,
+    kernel=Kernel(
+        cached_cuda.sparse_attention_decode_fwd,
+        cached_cuda.supports,
+        limits=f"bfloat16; D=E {either(cached_cuda.DIMS)}; scale > 0",
+    ),
+)
 DECODE_BWD = Pass("sparse_attention_decode_bwd", cached.sparse_attention_decode_bwd)
 
 # The differentiable operator without checks of its arguments.
@@ -145,7 +154,7 @@ def sparse_attention_decode(
         return_lse: Whether to return the log-sum-exp of each query's scores too, without the sink.
         return_max_logit: Whether to return the largest score of each query too, without the sink.
             It has no gradient.
-        implementation: "cuda" or "xla". There is no CUDA kernel yet.
+        implementation: "cuda" or "xla". Default: the CUDA kernels where they support the call.
 
     Returns:
         As `sparse_attention`. The output and the log-sum-exp are differentiable in q, sinks and
@@ -157,7 +166,7 @@ def sparse_attention_decode(
             `is_causal`.
         TypeError: If a dtype or the type of an argument is wrong.
         NotImplementedError: If forward-mode or second derivatives are taken, or if
-            implementation="cuda".
+            `implementation="cuda"` does not support the call.
 
     Examples:
         >>> import jax, jax.numpy as jnp, jax_dsa

@@ -32,6 +32,8 @@ struct Extras {
   bool full = false;     // all requests have all keys
   bool shared = false;   // all requests read the first request's keys; flat only
   bool records = false;  // keys are FP8 records
+  bool lists = false;    // each KV head group has its own page table, in which some pages occur
+                         // several times and some have fewer keys
   float huge = 0.f;      // the score of every third key, or of all keys of every second request
   bool exact_max = false;
 };
@@ -46,16 +48,18 @@ struct Problem {
   Case c;
   std::vector<bf16> q, k, v;     // as the kernel reads them
   std::vector<uint8_t> records;  // used instead of k
-  std::vector<int32_t> starts, ends, page_table;
+  std::vector<int32_t> starts, ends, page_table, cuts;
   std::vector<float> sinks;
   int pages = 0;
   float scale;
 
   int value_dim() const { return c.with.separate_values ? c.dim : 512; }
   // Returns the row of a request's key in `k`, or -1.
-  int64_t row(int batch, int key) const {
+  int64_t row(int batch, int key, int group = 0) const {
     if (c.with.page_size == 0) return (c.with.shared ? 0 : int64_t{batch} * c.keys) + key;
-    const int page = page_table[batch * (c.keys / c.with.page_size) + key / c.with.page_size];
+    const int table = c.with.lists ? batch * c.groups + group : batch;
+    int page = page_table[table * (c.keys / c.with.page_size) + key / c.with.page_size];
+    if (c.with.lists && page >= pages && key % c.with.page_size < cuts[batch]) page -= pages;
     if (page < 0 || page >= pages) return -1;
     const int64_t pool = c.with.pools ? int64_t{batch} * pages : 0;
     return (pool + page) * c.with.page_size + key % c.with.page_size;
@@ -110,6 +114,17 @@ inline Problem make(const Case& c, uint64_t seed) {
       p.page_table.push_back(hole ? odd[random() % 4] : free[i]);
     }
   }
+  if (c.with.lists) {
+    for (int b = 0; b < c.batch; ++b) p.cuts.push_back(random() % c.with.page_size);
+    const int holes[] = {INT_MIN, -1, 2 * p.pages, INT_MAX};
+    p.page_table.resize(c.batch * c.groups * (c.keys / c.with.page_size));
+    for (auto& page : p.page_table) {
+      const int number = static_cast<int>(random() % p.pages);
+      page = random() % 4 == 0   ? holes[random() % 4]
+             : random() % 4 == 0 ? p.pages + number
+                                 : number;
+    }
+  }
   p.q.resize(int64_t{c.batch} * c.queries * c.heads * c.dim);
   for (auto& x : p.q) x = __float2bfloat16(normal(random) * c.with.q_size);
   p.k.resize(rows * c.groups * c.dim + 8);
@@ -149,22 +164,23 @@ inline Problem make(const Case& c, uint64_t seed) {
   }
   if (c.with.huge != 0.f) make_huge(p);
   // Keys that no query sees become NaN.
-  std::vector<bool> seen(rows);
+  std::vector<bool> seen(rows * c.groups);
   for (int b = 0; b < c.batch; ++b) {
-    for (int key = 0; key < c.keys; ++key) {
-      const int64_t row = p.row(b, key);
+    for (int i = 0; i < c.keys * c.groups; ++i) {
+      const int key = i / c.groups, group = i % c.groups;
+      const int64_t row = p.row(b, key, group);
       for (int t = 0; t < c.queries && row >= 0; ++t) {
-        if (p.sees(int64_t{b} * c.queries + t, key)) seen[row] = true;
+        if (p.sees(int64_t{b} * c.queries + t, key)) seen[row * c.groups + group] = true;
       }
     }
   }
   for (auto* all : {&p.k, &p.v}) {
-    for (int64_t row = 0; row < rows && !all->empty(); ++row) {
-      if (!seen[row]) std::fill_n(all->begin() + row * width, width, __float2bfloat16(NAN));
+    for (int64_t i = 0; i < rows * c.groups && !all->empty(); ++i) {
+      if (!seen[i]) std::fill_n(all->begin() + i * c.dim, c.dim, __float2bfloat16(NAN));
     }
   }
   for (int64_t i = 0; i < rows * c.groups && c.with.records; ++i) {
-    if (!seen[i / c.groups]) std::fill_n(record(i), jax_dsa::kMlaRecordBytes, 0xff);
+    if (!seen[i]) std::fill_n(record(i), jax_dsa::kMlaRecordBytes, 0xff);
   }
   for (int b = 0; b < c.batch && c.with.infinite; b += 2) {
     const int key = lengths[b] - 1 - b % 3;
@@ -198,7 +214,7 @@ inline Row attend(const Problem& p, int64_t token, int head) {
   std::vector<double> scores(c.keys, -INFINITY);
   bool poisoned = false;
   for (int key = 0; key < c.keys; ++key) {
-    const int64_t at = p.sees(token, key) ? p.row(batch, key) : -1;
+    const int64_t at = p.sees(token, key) ? p.row(batch, key, group) : -1;
     if (at < 0) continue;
     double sum = 0;
     for (int d = 0; d < c.dim; ++d) {
@@ -226,7 +242,7 @@ inline Row attend(const Problem& p, int64_t token, int head) {
   for (int key = 0; key < c.keys; ++key) {
     if (scores[key] == -INFINITY) continue;
     const double weight = gate * std::exp(scores[key] - row.top - row.lse_above_top);
-    const bf16* value = p.value(p.row(batch, key), group);
+    const bf16* value = p.value(p.row(batch, key, group), group);
     for (int d = 0; d < E; ++d) row.out[d] += weight * __bfloat162float(value[d]);
   }
   return row;
@@ -278,6 +294,7 @@ inline jax_dsa::MqaDecodeParams shapes(const Problem& x) {
   p.out_float = !c.with.normalized, p.exact_max = c.with.exact_max;
   p.batch_rows = c.with.page_size > 0 || c.with.shared ? 0 : c.keys;
   if (c.with.pools) p.batch_rows = int64_t{x.pages} * c.with.page_size;
+  p.group_tables = c.with.lists;
   p.pages = x.pages, p.page_size = c.with.page_size;
   p.page_slots = c.with.page_size > 0 ? c.keys / c.with.page_size : 0;
   return p;
