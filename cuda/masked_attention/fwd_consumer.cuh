@@ -235,9 +235,10 @@ __device__ void consume(const Params& p, Shared& shared) {
           };
       const float max_logit = units.natural(__shfl_sync(~0u, rows.max_score, lane / 2 * 2 + r));
       const float sink =
-          p.sinks ? exp2_approx(exponent(p.sinks[work_tile.batch * p.sinks_stride +
-                                                 tile_rows.head(p, work_tile, r)]))
-                  : 0.f;
+          p.sinks
+              ? exp2_approx(exponent(
+                    p.sinks[work_tile.batch * p.sinks_stride + tile_rows.head(p, work_tile, r)]))
+              : 0.f;
       factor[r] = empty ? 0.f : reciprocal_approx(total + sink);
       if (r * 8 < place.rows_left && lane % 4 == 0) {
         p.max_logit[place.first + r * place.second] = empty ? -INFINITY : max_logit;

@@ -45,13 +45,17 @@ struct QueryRows {
   __device__ void mask(float (&s)[kScores], const uint32_t (*bits)[kScores / 16]) const {
     mask_scores(s, bits + row);
   }
-  __device__ int head(const MaskedAttentionFwdParams&, const WorkTile& x, int) const { return x.head; }
+  __device__ int head(const MaskedAttentionFwdParams&, const WorkTile& x, int) const {
+    return x.head;
+  }
   __device__ RowPlace place(const MaskedAttentionFwdParams& p, const WorkTile& x) const {
     const int64_t token = int64_t{x.batch} * p.queries + x.query + row;
     return {token * p.heads + x.head, int64_t{8} * p.heads,
             static_cast<int>(min(p.queries - x.query, int64_t{kQueryTile})) - row};
   }
 };
+
+struct NothingExtra {};
 
 // kD: maximum dim of queries and keys. kE: maximum dim of values. kGeneral: scores have a bias or a
 // softcap, or a scale that is not positive. kBias: scores have a bias, which implies kGeneral.
@@ -60,6 +64,7 @@ template <DType kType_, int kD_, int kE_, bool kGeneral_, bool kBias_ = false,
           int kQRegisterSteps_ = q_register_steps(kD_, kE_, kBias_), bool kUsePingPong_ = true>
 struct FwdTraits {
   using Rows = QueryRows;
+  using Extra = NothingExtra;  // what the kernel has in shared memory beside `Shared`
   static constexpr DType kType = kType_;
   static constexpr int kD = kD_, kE = kE_;
   static constexpr bool kGeneral = kGeneral_;
@@ -126,6 +131,9 @@ struct alignas(1024) Shared {
   // zero; V is free.
   uint64_t k_full[Tr::kStages], k_free[Tr::kStages];
   uint64_t v_full[Tr::kStages], cleared[Tr::kStages], v_free[Tr::kStages];
+  // A member and not a derived struct, whose layout in device code would not be that of host code:
+  // only host compilers place members in the padding at the end of a base.
+  [[no_unique_address]] typename Tr::Extra extra;
 };
 
 // Initializes the mbarriers. One thread calls this.

@@ -29,6 +29,12 @@ namespace jax_dsa::sparse_attention {
 
 using DqCall = TileCall<SparseAttentionBwdParams>;
 
+template <int kQueued, int kKeys, int kBlocks>
+struct DqExtra {
+  int32_t rows[kQueued][kKeys];  // see BoxRows
+  alignas(1024) uint8_t dout[kBlocks][kTileRows * 128];
+};
+
 template <DType kType_, int kD_, int kE_>
 struct DqTraits {
   static constexpr DType kType = kType_;
@@ -39,21 +45,17 @@ struct DqTraits {
   static constexpr int kQBlockBytes = kTileRows * 128, kKeyBlockBytes = kKeys * 128;
   static constexpr int kStages = kWide ? 2 : kD > 128 ? 3 : kD > 64 ? 4 : 6;
   static constexpr int kQueued = ceil_div(kStages + 2, 2) * 2;  // see masked_attention::FwdTraits
+  using Extra = DqExtra<kQueued, kKeys, kEBlocks>;
   static constexpr bool kBias = false;
   static constexpr int kBiasBuffers = 0;
   static constexpr int kConsumerRegisters = 224, kProducerRegisters = 56;
   static_assert(registers_fit(1, 2, kConsumerRegisters, kProducerRegisters));
 };
 
-template <typename Tr>
-struct DqShared : Shared<Tr> {
-  alignas(1024) uint8_t dout[Tr::kEBlocks][Tr::kQBlockBytes];
-};
-
 // Loads the rows of dout with those of q.
 template <typename Tr>
-struct DqLoader : BlockLoader<Tr, DqCall, DqShared<Tr>> {
-  using Base = BlockLoader<Tr, DqCall, DqShared<Tr>>;
+struct DqLoader : BlockLoader<Tr, DqCall> {
+  using Base = BlockLoader<Tr, DqCall>;
   const CUtensorMap& dout_map;
 
   __device__ DqLoader(const Base& base, const CUtensorMap& dout_map)
@@ -63,7 +65,7 @@ struct DqLoader : BlockLoader<Tr, DqCall, DqShared<Tr>> {
   }
   __device__ void load_queries(const WorkTile& x) const {
     Base::load_queries(x);
-    this->load_query_rows(this->shared.dout, dout_map, this->shared.q_full, x);
+    this->load_query_rows(this->shared.extra.dout, dout_map, this->shared.q_full, x);
   }
   // Writes zeros to these rows of the keys.
   __device__ void clear_rows(int at, uint32_t parity, const uint32_t* rows) const {
@@ -74,12 +76,14 @@ struct DqLoader : BlockLoader<Tr, DqCall, DqShared<Tr>> {
 
 // The main loop of MMA warpgroup kWarpgroup.
 template <typename Tr, int kWarpgroup>
-__device__ void consume_dq(const DqCall& p, const float* delta, DqShared<Tr>& shared) {
+__device__ void consume_dq(const DqCall& p, const float* delta,
+                           masked_attention::Shared<Tr>& shared) {
   constexpr int kScores = Tr::kKeys / 2, kSteps = Tr::kKeys / 16;
   const int lane = threadIdx.x % 32, warp = threadIdx.x / 32 % 4;
   const HeadRows rows(p, kWarpgroup * 64 + warp * 16 + lane / 4);
   const uint64_t q = k_major_descriptor(smem_address(shared.q) + kWarpgroup * kBlockBytes);
-  const uint64_t dout = k_major_descriptor(smem_address(shared.dout) + kWarpgroup * kBlockBytes);
+  const uint64_t dout =
+      k_major_descriptor(smem_address(shared.extra.dout) + kWarpgroup * kBlockBytes);
   const float scale_log2 = p.scale * kLog2E;
 
   float dq[Tr::kD / 2], s[kScores], dp[kScores];
@@ -102,9 +106,9 @@ __device__ void consume_dq(const DqCall& p, const float* delta, DqShared<Tr>& sh
     wgmma_fence();
 #pragma unroll
     for (int i = 0; i < Tr::kD / 16; ++i) {
-      wgmma_16<Tr::kType, kKMajor, kKMajor>(
-          s, q + i / 4 * (Tr::kQBlockBytes / 16) + i % 4 * 2,
-          keys + i / 4 * (Tr::kKeyBlockBytes / 16) + i % 4 * 2, i > 0);
+      wgmma_16<Tr::kType, kKMajor, kKMajor>(s, q + i / 4 * (Tr::kQBlockBytes / 16) + i % 4 * 2,
+                                            keys + i / 4 * (Tr::kKeyBlockBytes / 16) + i % 4 * 2,
+                                            i > 0);
     }
     wgmma_commit();
     mbarrier_wait(&shared.v_full[at], ring.parity);
@@ -112,9 +116,9 @@ __device__ void consume_dq(const DqCall& p, const float* delta, DqShared<Tr>& sh
     wgmma_fence();
 #pragma unroll
     for (int i = 0; i < Tr::kE / 16; ++i) {
-      wgmma_16<Tr::kType, kKMajor, kKMajor>(
-          dp, dout + i / 4 * (Tr::kQBlockBytes / 16) + i % 4 * 2,
-          values + i / 4 * (Tr::kKeyBlockBytes / 16) + i % 4 * 2, i > 0);
+      wgmma_16<Tr::kType, kKMajor, kKMajor>(dp, dout + i / 4 * (Tr::kQBlockBytes / 16) + i % 4 * 2,
+                                            values + i / 4 * (Tr::kKeyBlockBytes / 16) + i % 4 * 2,
+                                            i > 0);
     }
     wgmma_commit();
   };
@@ -212,10 +216,10 @@ __global__ void __launch_bounds__(masked_attention::kThreads, 1)
               const __grid_constant__ CUtensorMap dout_map,
               const __grid_constant__ CUtensorMap k_map,
               const __grid_constant__ CUtensorMap v_map) {
-  auto& shared = dynamic_shared<DqShared<Tr>>();
+  auto& shared = dynamic_shared<masked_attention::Shared<Tr>>();
   // Rows of the tile beyond its queries are never loaded.
   clear_shared(shared.q);
-  clear_shared(shared.dout);
+  clear_shared(shared.extra.dout);
   if (threadIdx.x == 0) {
     masked_attention::init_barriers<Tr>(shared);
     mbarrier_init_fence();
@@ -234,8 +238,8 @@ __global__ void __launch_bounds__(masked_attention::kThreads, 1)
     if (warp == 0) {
       schedule_steps<Tr>(p, scheduler, lists, tile_counter, shared);
     } else if (warp == 1) {
-      masked_attention::load_tiles<Tr>(
-          shared, DqLoader<Tr>({p, q_map, k_map, v_map, shared}, dout_map));
+      masked_attention::load_tiles<Tr>(shared,
+                                       DqLoader<Tr>({p, q_map, k_map, v_map, shared}, dout_map));
     } else {
       build_query_bits<Tr>(p, lists, shared, warp - 2);
     }

@@ -8,7 +8,8 @@
 //
 // Warpgroups.
 //   0, 1  MMA: 64 rows each, as in masked attention
-//   2     producer: warp 0 schedules tiles, warp 1 loads the boxes of keys that the blocks of a step
+//   2     producer: warp 0 schedules tiles, warp 1 loads the boxes of keys that the blocks of a
+//   step
 //         are, warps 2 and 3 make one bit per query and key
 #pragma once
 
@@ -25,7 +26,7 @@ __global__ void __launch_bounds__(masked_attention::kThreads, 1)
                const __grid_constant__ TileLists lists, unsigned* tile_counter,
                const __grid_constant__ CUtensorMap q_map, const __grid_constant__ CUtensorMap k_map,
                const __grid_constant__ CUtensorMap v_map) {
-  auto& shared = dynamic_shared<Shared<Tr>>();
+  auto& shared = dynamic_shared<masked_attention::Shared<Tr>>();
   // Rows of the tile beyond its queries are never loaded.
   clear_shared(shared.q);
   if (threadIdx.x == 0) {
@@ -46,8 +47,8 @@ __global__ void __launch_bounds__(masked_attention::kThreads, 1)
     if (warp == 0) {
       schedule_steps<Tr>(p, scheduler, lists, tile_counter, shared);
     } else if (warp == 1) {
-      masked_attention::load_tiles<Tr>(
-          shared, BlockLoader<Tr, FwdCall, Shared<Tr>>{p, q_map, k_map, v_map, shared});
+      masked_attention::load_tiles<Tr>(shared,
+                                       BlockLoader<Tr, FwdCall>{p, q_map, k_map, v_map, shared});
     } else {
       build_query_bits<Tr>(p, lists, shared, warp - 2);
     }

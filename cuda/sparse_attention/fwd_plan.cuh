@@ -6,9 +6,15 @@
 
 namespace jax_dsa::sparse_attention {
 
+// Fewer steps of Q are in registers than in masked attention, because the places and the bits of
+// the rows need registers, too.
 template <DType kType_, int kD_, int kE_>
-struct FwdTraits : masked_attention::FwdTraits<kType_, kD_, kE_, false> {
+struct FwdTraits : masked_attention::FwdTraits<kType_, kD_, kE_, false, false, kD_ <= 128 ? 4 : 0> {
+  using Base = masked_attention::FwdTraits<kType_, kD_, kE_, false>;
   using Rows = HeadRows;
+  using Extra = BoxRows<Base::kQueued, Base::kKeys>;
+  static constexpr int kConsumerRegisters = 216, kProducerRegisters = 72;
+  static_assert(registers_fit(1, 2, kConsumerRegisters, kProducerRegisters));
 };
 
 using FwdCall = TileCall<SparseAttentionFwdParams>;

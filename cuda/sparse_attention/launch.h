@@ -12,10 +12,9 @@ template <typename Params>
 cudaError_t encode_heads(CUtensorMap* map, const Params& p, const void* x, int dim,
                          int tile_queries) {
   const int heads = p.heads / p.groups;
-  return encode_tensor_map(
-      map, masked_attention::map_type(p.dtype),
-      tensor_box<4>(2, x, {dim, heads, p.groups, p.batch * p.queries},
-                    {64, heads, 1, tile_queries}));
+  return encode_tensor_map(map, masked_attention::map_type(p.dtype),
+                           tensor_box<4>(2, x, {dim, heads, p.groups, p.batch * p.queries},
+                                         {64, heads, 1, tile_queries}));
 }
 
 // Encodes a tensor map of x [batch, keys, groups, dim] whose boxes are 64 columns of `rows` keys.

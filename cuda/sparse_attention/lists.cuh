@@ -122,8 +122,8 @@ __device__ __forceinline__ int64_t block_of(const SparseAttentionLists& x,
 
 // ---- union_kernel ------------------------------------------------------------------------------
 
-// A block of a query as a number whose order is that of rows, then queries, then forced blocks after
-// those of slots.
+// A block of a query as a number whose order is that of rows, then queries, then forced blocks
+// after those of slots.
 struct SortedBlock {
   uint64_t bits;
 
@@ -145,8 +145,8 @@ struct UnionShared {
   SortedBlock blocks[1];  // `padded` of them
 };
 
-// Each CTA makes the union of one tile. `padded` is a power of two, at least the tile's capacity and
-// the number of threads.
+// Each CTA makes the union of one tile. `padded` is a power of two, at least the tile's capacity
+// and the number of threads.
 template <typename Params>
 __global__ void __launch_bounds__(1024)
     union_kernel(const __grid_constant__ Params p, const __grid_constant__ TileLists lists,

@@ -12,50 +12,56 @@ namespace jax_dsa::sparse_attention {
 using masked_attention::kMaskWarps;
 using masked_attention::QueuedTile;
 
-// The steps of a work tile.
+// Returns the base-2 logarithm of a power of two.
+__device__ __forceinline__ int log2_of(int n) {
+  int log = 0;
+  while (1 << log < n) ++log;
+  return log;
+}
+
+// The steps of a work tile. Divisions by the block size, a power of two, are shifts.
 template <int kKeys>
 struct Steps {
   const int32_t* rows;
   const uint32_t* queries;
-  int entries;
-  int block_size;
-  int words;
+  int entries = 0;
+  int block_shift;  // log2 of the block size
+  int box_shift;    // log2 of the number of keys that lie together in memory
 
-  __device__ Steps(const TileLists& lists, int groups, int block_size, const WorkTile& x)
-      : block_size(block_size), words(lists.words) {
-    const int64_t index = (int64_t{x.batch} * groups + x.head) * lists.tiles +
-                          x.query / lists.tile_queries;
+  __device__ explicit Steps(int block_size)
+      : block_shift(log2_of(block_size)), box_shift(log2_of(min(block_size, kKeys))) {}
+  __device__ void start(const TileLists& lists, int groups, const WorkTile& x) {
+    const int64_t index =
+        (int64_t{x.batch} * groups + x.head) * lists.tiles + x.query / lists.tile_queries;
     rows = lists.rows + index * lists.capacity;
     queries = lists.queries + index * lists.capacity * lists.words;
     entries = __ldg(lists.counts + index);
   }
-  __device__ int64_t keys() const { return int64_t{entries} * block_size; }
-  // The number of keys that lie together in memory, and how many such boxes a step has.
-  __device__ int box_keys() const { return min(block_size, kKeys); }
-  __device__ int boxes() const { return kKeys / box_keys(); }
+  __device__ int keys() const { return entries << block_shift; }  // of the union
+  __device__ int boxes() const { return kKeys >> box_shift; }     // of a step
   // The entry of box i of the step that starts at key `key` of the union.
-  __device__ int entry(int64_t key, int box) const {
-    return static_cast<int>((key + box * box_keys()) / block_size);
-  }
+  __device__ int entry(int key, int box) const { return (key + (box << box_shift)) >> block_shift; }
   // Returns the row of k of a box, or `none` after the last entry.
-  __device__ int row(int64_t key, int box, int none) const {
+  __device__ int row(int key, int box, int none) const {
     const int at = entry(key, box);
-    return at < entries ? __ldg(rows + at) + static_cast<int>(key % block_size) : none;
+    return at < entries ? __ldg(rows + at) + (key & ((1 << block_shift) - 1)) : none;
   }
 };
 
 // Scheduler warp: fetches work tiles and pushes their steps to the queue. `QueuedTile::key` counts
 // the keys of the union.
-template <typename Tr, typename Params, typename Shared>
+template <typename Tr, typename Params>
 __device__ void schedule_steps(const Params& p, const masked_attention::TileScheduler& scheduler,
-                               const TileLists& lists, unsigned* tile_counter, Shared& shared) {
+                               const TileLists& lists, unsigned* tile_counter,
+                               masked_attention::Shared<Tr>& shared) {
   const int lane = threadIdx.x % 32;
   RingPlace<Tr::kQueued> place = {0, 1};
-  const auto push = [&](const QueuedTile& x, const Steps<Tr::kKeys>* steps) {
+  Steps<Tr::kKeys> steps(p.lists.block_size);
+  const auto push = [&](const QueuedTile& x) {
     mbarrier_wait(&shared.tile_released[place.index], place.parity);
-    if (steps) {
-      for (int i = lane; i < steps->boxes(); i += 32) {
-        shared.rows[place.index][i] = steps->row(x.key, i, static_cast<int>(p.keys));
+    if (x.work_tile.nonempty) {
+      for (int i = lane; i < steps.boxes(); i += 32) {
+        shared.extra.rows[place.index][i] = steps.row(x.key, i, static_cast<int>(p.keys));
       }
     }
     if (lane == 0) shared.queue[place.index] = x;
@@ -68,25 +74,25 @@ __device__ void schedule_steps(const Params& p, const masked_attention::TileSche
     if (lane == 0) index = atomicAdd(tile_counter, 1u);
     WorkTile x = scheduler.work_tile(__shfl_sync(~0u, index, 0));
     if (x.done) {
-      for (int i = 0; i < kMaskWarps; ++i) push({x, 0, 0, false, true, true}, nullptr);
+      for (int i = 0; i < kMaskWarps; ++i) push({x, 0, 0, false, true, true});
       return;
     }
-    const Steps<Tr::kKeys> steps(lists, p.groups, p.lists.block_size, x);
-    const int keys = static_cast<int>(steps.keys());
+    steps.start(lists, p.groups, x);
+    const int keys = steps.keys();
     x.nonempty = keys > 0;
-    if (!x.nonempty) push({x, 0, 0, false, true, true}, nullptr);
+    if (!x.nonempty) push({x, 0, 0, false, true, true});
     for (int key = 0; key < keys; key += Tr::kKeys) {
-      push({x, 0, key, true, key == 0, key + Tr::kKeys >= keys}, &steps);
+      push({x, 0, key, true, key == 0, key + Tr::kKeys >= keys});
     }
   }
 }
 
 // Issues the TMA loads. All lanes of the load warp call the methods.
-template <typename Tr, typename Params, typename Shared>
+template <typename Tr, typename Params>
 struct BlockLoader {
   const Params& p;
   const CUtensorMap &q_map, &k_map, &v_map;
-  Shared& shared;
+  masked_attention::Shared<Tr>& shared;
 
   __device__ uint32_t query_bytes() const { return Tr::kDBlocks * block_bytes(); }
   __device__ void load_queries(const WorkTile& x) const {
@@ -105,9 +111,7 @@ struct BlockLoader {
   }
 
   // Bytes of 64 columns of a tile's rows.
-  __device__ uint32_t block_bytes() const {
-    return p.tile_queries * (p.heads / p.groups) * 128;
-  }
+  __device__ uint32_t block_bytes() const { return p.tile_queries * (p.heads / p.groups) * 128; }
   template <int kBlocks, int kBytes>
   __device__ void load_query_rows(uint8_t (&to)[kBlocks][kBytes], const CUtensorMap& map,
                                   uint64_t& full, const WorkTile& x) const {
@@ -125,7 +129,7 @@ struct BlockLoader {
     for (int i = threadIdx.x % 32; i < boxes * kBlocks; i += 32) {
       const int box = i / kBlocks, block = i - box * kBlocks;
       tma_load(to[block] + box * box_keys * 128, &map, &full, block * 64, x.work_tile.head,
-               shared.rows[slot][box], x.work_tile.batch);
+               shared.extra.rows[slot][box], x.work_tile.batch);
     }
     __syncwarp();
   }
@@ -133,11 +137,22 @@ struct BlockLoader {
 
 // Mask warps: build the bits of each query of a step, and find the keys that no query sees. The two
 // warps alternate between queue slots.
-template <typename Tr, typename Params, typename Shared>
-__device__ void build_query_bits(const Params& p, const TileLists& lists, Shared& shared,
-                                 int warp) {
+template <typename Tr, typename Params>
+__device__ void build_query_bits(const Params& p, const TileLists& lists,
+                                 masked_attention::Shared<Tr>& shared, int warp) {
   constexpr int kWords = Tr::kKeys / 32;
   const int lane = threadIdx.x % 32;
+  const int rounds = ceil_div(p.tile_queries, 32);  // of queries, one per lane
+  Steps<Tr::kKeys> steps(p.lists.block_size);
+  const int word_boxes = max(1, 32 >> steps.box_shift), width = 32 / word_boxes;
+  int batch = -1, head = 0, first_query = 0;  // the work tile that `steps` describes
+  // Returns the row after the last one that query `i` of the tile sees.
+  const auto end_of = [&](int i) {
+    return i < p.tile_queries && first_query + i < p.queries
+               ? key_end(p.lists, batch * p.queries + first_query + i, p.keys)
+               : 0;
+  };
+  int first_end = 0;  // of this lane's first query
   for (RingPlace<Tr::kQueued> place = {warp, 0};; place = place + kMaskWarps) {
     const int at = place.index;
     mbarrier_wait(&shared.tile_queued[at], place.parity);
@@ -145,38 +160,38 @@ __device__ void build_query_bits(const Params& p, const TileLists& lists, Shared
     const WorkTile& work_tile = x.work_tile;
     if (work_tile.done) return;
     if (work_tile.nonempty) {
-      const Steps<Tr::kKeys> steps(lists, p.groups, p.lists.block_size, work_tile);
-      const int word_boxes = max(1, 32 / steps.block_size);
+      if (work_tile.batch != batch || work_tile.head != head || work_tile.query != first_query) {
+        batch = work_tile.batch, head = work_tile.head, first_query = work_tile.query;
+        steps.start(lists, p.groups, work_tile);
+        first_end = end_of(lane);
+      }
       uint32_t unseen[kWords];
 #pragma unroll
       for (int w = 0; w < kWords; ++w) unseen[w] = ~0u;
-      for (int first = 0; first < lists.tile_queries; first += 32) {
-        const int64_t query = work_tile.query + first + lane;
-        const int end = first + lane < lists.tile_queries && query < p.queries
-                            ? key_end(p.lists, work_tile.batch * p.queries + query, p.keys)
-                            : 0;
+#pragma unroll 1
+      for (int r = 0; r < rounds; ++r) {
+        const int end = r == 0 ? first_end : end_of(32 * r + lane);
+        // Lane i holds the queries that see box i of a word, and the row of the word's first key.
+        uint32_t sees[kWords] = {};
+        int row[kWords] = {};
 #pragma unroll
         for (int w = 0; w < kWords; ++w) {
-          // Lane i holds the queries that see box i of this word.
-          uint32_t sees = 0;
-          int row = 0;
-          if (lane < word_boxes) {
-            const int entry = steps.entry(x.key + 32 * w, 0) + lane;
-            const int box = 32 * w / steps.box_keys() + lane;
-            if (entry < steps.entries) {
-              sees = __ldg(steps.queries + int64_t{entry} * steps.words + first / 32);
-              row = shared.rows[at][box] + 32 * w % steps.box_keys();
-            }
+          const int entry = steps.entry(x.key + 32 * w, 0) + lane;
+          if (lane < word_boxes && entry < steps.entries) {
+            sees[w] = __ldg(steps.queries + int64_t{entry} * lists.words + r);
+            row[w] = shared.extra.rows[at][(32 * w >> steps.box_shift) + lane] +
+                     (32 * w & ((1 << steps.box_shift) - 1));
           }
+        }
+#pragma unroll
+        for (int w = 0; w < kWords; ++w) {
           uint32_t bits = 0;
           for (int i = 0; i < word_boxes; ++i) {
-            const uint32_t by = __shfl_sync(~0u, sees, i);
-            const int keys = end - __shfl_sync(~0u, row, i);
-            if (!(by >> lane & 1)) continue;
-            const int width = 32 / word_boxes;
-            bits |= masked_attention::low_bits(min(keys, width)) << i * width % 32;
+            const uint32_t by = __shfl_sync(~0u, sees[w], i);
+            const int keys = min(end - __shfl_sync(~0u, row[w], i), width);
+            if (by >> lane & 1) bits |= masked_attention::low_bits(keys) << i * width % 32;
           }
-          shared.bits[at][first + lane][w] = bits;
+          shared.bits[at][32 * r + lane][w] = bits;
           unseen[w] &= ~__reduce_or_sync(~0u, bits);
         }
       }

@@ -1,5 +1,5 @@
-// Work tiles of the kernels that walk over the keys of a tile of queries. The MMA rows of a tile are
-// the heads of one KV head, for each of its queries: row = query * heads + head.
+// Work tiles of the kernels that walk over the keys of a tile of queries. The MMA rows of a tile
+// are the heads of one KV head, for each of its queries: row = query * heads + head.
 #pragma once
 
 #include <cstdint>
@@ -21,11 +21,11 @@ struct TileCall : Params {
   int tile_queries;
 };
 
-template <typename Tr>
-struct Shared : masked_attention::Shared<Tr> {
-  // By slot of the queue: the first row of k of each box of a key tile, which has
-  // min(block_size, kKeys) rows.
-  int32_t rows[Tr::kQueued][Tr::kKeys];
+// By slot of the queue: the first row of k of each box of a step, which has min(block_size, kKeys)
+// rows.
+template <int kQueued, int kKeys>
+struct BoxRows {
+  int32_t rows[kQueued][kKeys];
 };
 
 // Sets the scores whose bit is not set to -inf. `first` and `second` hold the bits of the thread's
@@ -78,7 +78,8 @@ struct HeadRows {
   template <typename Params>
   __device__ HeadRows(const Params& p, int row) : row(row) {
 #pragma unroll
-    for (int r = 0; r < 2; ++r) bits[r] = min((row + 8 * r) / (p.heads / p.groups), p.tile_queries - 1);
+    for (int r = 0; r < 2; ++r)
+      bits[r] = min((row + 8 * r) / (p.heads / p.groups), p.tile_queries - 1);
   }
   template <int kScores>
   __device__ void mask(float (&s)[kScores], const uint32_t (*query_bits)[kScores / 16]) const {
