@@ -98,18 +98,22 @@ __device__ __forceinline__ bool softmax(float (&s)[kScores], const ScoreUnits<kN
   return rescale;
 }
 
-// The main loop of MMA warpgroup kWarpgroup. Tr::Rows says what the rows of a work tile are.
-template <typename Tr, int kWarpgroup, typename Params, typename Shared>
-__device__ void consume(const Params& p, Shared& shared) {
+inline constexpr int kEither = -1;
+
+// The main loop of MMA warpgroup kWarpgroup. With kEither, both warpgroups run the same code.
+// Tr::Rows says what the rows of a work tile are.
+template <typename Tr, int kWarpgroup, typename Params>
+__device__ void consume(const Params& p, Shared<Tr>& shared) {
   constexpr int kScores = Tr::kKeys / 2, kSteps = Tr::kKeys / 16,
                 kQInRegisters = Tr::kQRegisterSteps;
+  const int warpgroup = kWarpgroup == kEither ? uniform(threadIdx.x / 128) : kWarpgroup;
   const int lane = threadIdx.x % 32, warp = threadIdx.x / 32 % 4;
   // The thread's rows in the work tile, the second one eight rows below the first.
-  const typename Tr::Rows tile_rows(p, kWarpgroup * 64 + warp * 16 + lane / 4);
+  const typename Tr::Rows tile_rows(p, warpgroup * 64 + warp * 16 + lane / 4);
   const ScoreUnits<Tr::kGeneral> units(p.scale);
   float cap_inverse = 0.f;
   if constexpr (Tr::kGeneral) cap_inverse = p.softcap > 0.f ? 1.f / p.softcap : 0.f;
-  const uint64_t q = k_major_descriptor(smem_address(shared.q) + kWarpgroup * kBlockBytes);
+  const uint64_t q = k_major_descriptor(smem_address(shared.q) + warpgroup * kBlockBytes);
 
   float o[Tr::kE / 2];
   float s[kScores];
@@ -127,7 +131,7 @@ __device__ void consume(const Params& p, Shared& shared) {
   };
   const auto load_queries = [&] {
     const uint32_t from =
-        smem_address(shared.q) + kWarpgroup * kBlockBytes + (warp * 16 + lane % 16) * 128;
+        smem_address(shared.q) + warpgroup * kBlockBytes + (warp * 16 + lane % 16) * 128;
 #pragma unroll
     for (int i = 0; i < kQInRegisters; ++i) {
       const int chunk = (i % 4 * 2 + lane / 16) ^ (lane % 8);
@@ -138,7 +142,7 @@ __device__ void consume(const Params& p, Shared& shared) {
   const auto start_scores = [&] {
     const int at = uniform(k_ring.index);
     mbarrier_wait(&shared.k_full[at], k_ring.parity);
-    if constexpr (Tr::kUsePingPong) named_barrier_sync<256>(kPingPong + kWarpgroup);
+    if constexpr (Tr::kUsePingPong) named_barrier_sync<256>(kPingPong + warpgroup);
     const uint64_t keys = k_major_descriptor(smem_address(shared.k[at]));
     wgmma_fence();
 #pragma unroll
@@ -172,7 +176,7 @@ __device__ void consume(const Params& p, Shared& shared) {
     wgmma_commit();
   };
   const auto signal_other_warpgroup = [&] {
-    if constexpr (Tr::kUsePingPong) named_barrier_arrive<256>(kPingPong + 1 - kWarpgroup);
+    if constexpr (Tr::kUsePingPong) named_barrier_arrive<256>(kPingPong + 1 - warpgroup);
   };
   // Processes the finished scores of a tile and frees its K buffer: bias, softcap, mask, softmax.
   // Returns whether the accumulator must be multiplied by `factor`. `last` tells whether the tile
@@ -189,7 +193,7 @@ __device__ void consume(const Params& p, Shared& shared) {
         mbarrier_wait(&shared.bias.full[tile], bias_ring.parity);
         add_bias<Tr::kType>(s, p.scale, [&](int k, uint32_t (&x)[4]) {
           load_matrix_x4(bias_chunk(smem_address(shared.bias.tile[tile]), shared_row,
-                                    kWarpgroup * 64 + warp * 16 + lane % 16, 2 * k + lane / 16),
+                                    warpgroup * 64 + warp * 16 + lane % 16, 2 * k + lane / 16),
                          x);
         });
         arrive(&shared.bias.free[tile]);
@@ -246,13 +250,13 @@ __device__ void consume(const Params& p, Shared& shared) {
             empty ? 0.f : (log2_approx(total) - exponent(max_logit)) * kLn2;
       }
     }
-    store_rows<Tr::kType>(o, factor, smem_address(shared.out[kWarpgroup * 4 + warp]),
+    store_rows<Tr::kType>(o, factor, smem_address(shared.out[warpgroup * 4 + warp]),
                           static_cast<uint16_t*>(p.out) + place.first * p.value_dim,
                           place.second * (p.value_dim / 8), place.rows_left, p.value_dim);
   };
 
   // The warpgroups alternate from the first tile to the last. Warpgroup 0 starts.
-  if (Tr::kUsePingPong && kWarpgroup == 1) named_barrier_arrive<256>(kPingPong + 0);
+  if (Tr::kUsePingPong && warpgroup == 1) named_barrier_arrive<256>(kPingPong + 0);
   for (;; q_parity ^= 1) {
     mbarrier_wait(&shared.q_full, q_parity);
     const WorkTile work_tile = shared.work_tile;
@@ -293,7 +297,7 @@ __device__ void consume(const Params& p, Shared& shared) {
     write_results(work_tile, true);
   }
   // Consume the last arrival, so that no barrier is left with a pending one.
-  if (Tr::kUsePingPong && kWarpgroup == 0) named_barrier_sync<256>(kPingPong + 0);
+  if (Tr::kUsePingPong && warpgroup == 0) named_barrier_sync<256>(kPingPong + 0);
 }
 
 }  // namespace jax_dsa::masked_attention

@@ -74,16 +74,17 @@ struct DqLoader : BlockLoader<Tr, DqCall> {
   }
 };
 
-// The main loop of MMA warpgroup kWarpgroup.
-template <typename Tr, int kWarpgroup>
+// The main loop of MMA warpgroup `warpgroup`, 0 or 1. Both run the same code, because twice as much
+// would not fit in the instruction cache.
+template <typename Tr>
 __device__ void consume_dq(const DqCall& p, const float* delta,
-                           masked_attention::Shared<Tr>& shared) {
+                           masked_attention::Shared<Tr>& shared, int warpgroup) {
   constexpr int kScores = Tr::kKeys / 2, kSteps = Tr::kKeys / 16;
   const int lane = threadIdx.x % 32, warp = threadIdx.x / 32 % 4;
-  const HeadRows rows(p, kWarpgroup * 64 + warp * 16 + lane / 4);
-  const uint64_t q = k_major_descriptor(smem_address(shared.q) + kWarpgroup * kBlockBytes);
+  const HeadRows rows(p, warpgroup * 64 + warp * 16 + lane / 4);
+  const uint64_t q = k_major_descriptor(smem_address(shared.q) + warpgroup * kBlockBytes);
   const uint64_t dout =
-      k_major_descriptor(smem_address(shared.extra.dout) + kWarpgroup * kBlockBytes);
+      k_major_descriptor(smem_address(shared.extra.dout) + warpgroup * kBlockBytes);
   const float scale_log2 = p.scale * kLog2E;
 
   float dq[Tr::kD / 2], s[kScores], dp[kScores];
@@ -201,7 +202,7 @@ __device__ void consume_dq(const DqCall& p, const float* delta,
       arrive(&shared.k_free[previous]);
     }
     arrive(&shared.q_free);
-    store_rows<Tr::kType>(dq, factor, smem_address(shared.out[kWarpgroup * 4 + warp]),
+    store_rows<Tr::kType>(dq, factor, smem_address(shared.out[warpgroup * 4 + warp]),
                           static_cast<uint16_t*>(p.dq) + place.first * p.dim,
                           place.second * (p.dim / 8), place.rows_left, p.dim);
   }
@@ -225,13 +226,10 @@ __global__ void __launch_bounds__(masked_attention::kThreads, 1)
     mbarrier_init_fence();
   }
   __syncthreads();
-  const int warpgroup = threadIdx.x / 128;
-  if (warpgroup == 0) {
+  const int warpgroup = uniform(threadIdx.x / 128);
+  if (warpgroup < 2) {
     raise_registers<Tr::kConsumerRegisters>();
-    consume_dq<Tr, 0>(p, delta, shared);
-  } else if (warpgroup == 1) {
-    raise_registers<Tr::kConsumerRegisters>();
-    consume_dq<Tr, 1>(p, delta, shared);
+    consume_dq<Tr>(p, delta, shared, warpgroup);
   } else {
     lower_registers<Tr::kProducerRegisters>();
     const int warp = threadIdx.x / 32 % 4;

@@ -34,13 +34,12 @@ __global__ void __launch_bounds__(masked_attention::kThreads, 1)
     mbarrier_init_fence();
   }
   __syncthreads();
-  const int warpgroup = threadIdx.x / 128;
-  if (warpgroup == 0) {
+  const int warpgroup = uniform(threadIdx.x / 128);
+  if (warpgroup < 2) {
     raise_registers<Tr::kConsumerRegisters>();
-    masked_attention::consume<Tr, 0>(p, shared);
-  } else if (warpgroup == 1) {
-    raise_registers<Tr::kConsumerRegisters>();
-    masked_attention::consume<Tr, 1>(p, shared);
+    // One code for both warpgroups, because with two the code of all warps together does not fit in
+    // the instruction cache.
+    masked_attention::consume<Tr, masked_attention::kEither>(p, shared);
   } else {
     lower_registers<Tr::kProducerRegisters>();
     const int warp = threadIdx.x / 32 % 4;

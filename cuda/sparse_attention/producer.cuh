@@ -165,39 +165,33 @@ __device__ void build_query_bits(const Params& p, const TileLists& lists,
         steps.start(lists, p.groups, work_tile);
         first_end = end_of(lane);
       }
-      uint32_t unseen[kWords];
-#pragma unroll
-      for (int w = 0; w < kWords; ++w) unseen[w] = ~0u;
+      // Rolled loops, because the code of all warps together must fit in the instruction cache.
 #pragma unroll 1
-      for (int r = 0; r < rounds; ++r) {
-        const int end = r == 0 ? first_end : end_of(32 * r + lane);
-        // Lane i holds the queries that see box i of a word, and the row of the word's first key.
-        uint32_t sees[kWords] = {};
-        int row[kWords] = {};
-#pragma unroll
-        for (int w = 0; w < kWords; ++w) {
-          const int entry = steps.entry(x.key + 32 * w, 0) + lane;
-          if (lane < word_boxes && entry < steps.entries) {
-            sees[w] = __ldg(steps.queries + int64_t{entry} * lists.words + r);
-            row[w] = shared.extra.rows[at][(32 * w >> steps.box_shift) + lane] +
-                     (32 * w & ((1 << steps.box_shift) - 1));
-          }
-        }
-#pragma unroll
-        for (int w = 0; w < kWords; ++w) {
+      for (int w = 0; w < kWords; ++w) {
+        const int entry = steps.entry(x.key + 32 * w, 0) + lane;
+        const bool exists = lane < word_boxes && entry < steps.entries;
+        const int row = exists ? shared.extra.rows[at][(32 * w >> steps.box_shift) + lane] +
+                                     (32 * w & ((1 << steps.box_shift) - 1))
+                               : 0;
+        uint32_t seen = 0;
+#pragma unroll 1
+        for (int r = 0; r < rounds; ++r) {
+          // Lane i holds the queries that see box i of the word, and the row of its first key.
+          const uint32_t sees =
+              exists ? __ldg(steps.queries + int64_t{entry} * lists.words + r) : 0;
+          const int end = r == 0 ? first_end : end_of(32 * r + lane);
           uint32_t bits = 0;
+#pragma unroll 1
           for (int i = 0; i < word_boxes; ++i) {
-            const uint32_t by = __shfl_sync(~0u, sees[w], i);
-            const int keys = min(end - __shfl_sync(~0u, row[w], i), width);
+            const uint32_t by = __shfl_sync(~0u, sees, i);
+            const int keys = min(end - __shfl_sync(~0u, row, i), width);
             if (by >> lane & 1) bits |= masked_attention::low_bits(keys) << i * width % 32;
           }
           shared.bits[at][32 * r + lane][w] = bits;
-          unseen[w] &= ~__reduce_or_sync(~0u, bits);
+          seen |= bits;
         }
-      }
-#pragma unroll
-      for (int w = 0; w < kWords; ++w) {
-        if (lane == w) shared.unseen[at][w] = unseen[w];
+        seen = __reduce_or_sync(~0u, seen);
+        if (lane == 0) shared.unseen[at][w] = ~seen;
       }
     }
     __syncwarp();

@@ -29,34 +29,24 @@ struct BoxRows {
 };
 
 // Sets the scores whose bit is not set to -inf. `first` and `second` hold the bits of the thread's
-// two rows. Mostly a row sees all keys of a word or none, since blocks have many keys.
+// two rows.
 template <int kScores>
 __device__ __forceinline__ void mask_rows(float (&s)[kScores],
                                           const uint32_t (&first)[kScores / 16],
                                           const uint32_t (&second)[kScores / 16]) {
   constexpr int kWords = kScores / 16;
-  const uint32_t* const rows[2] = {first, second};
-  uint32_t seen[2][kWords];
-  bool full = true, whole = true;
-#pragma unroll
-  for (int r = 0; r < 2; ++r) {
-#pragma unroll
-    for (int w = 0; w < kWords; ++w) {
-      seen[r][w] = rows[r][w];
-      full = full && seen[r][w] == ~0u;
-      whole = whole && (seen[r][w] == ~0u || seen[r][w] == 0u);
-    }
-  }
-  if (__all_sync(~0u, full)) return;
-  if (__all_sync(~0u, whole)) {
-#pragma unroll
-    for (int i = 0; i < kScores; ++i) s[i] = seen[i / 2 % 2][i / 16] ? s[i] : -INFINITY;
-    return;
-  }
   const int column = threadIdx.x % 4 * 2;
+  uint32_t seen[2][kWords];
+  uint32_t all = ~0u;
+#pragma unroll
+  for (int w = 0; w < kWords; ++w) {
+    all &= first[w] & second[w];
+    seen[0][w] = first[w] >> column, seen[1][w] = second[w] >> column;
+  }
+  if (__all_sync(~0u, all == ~0u)) return;
 #pragma unroll
   for (int i = 0; i < kScores; ++i) {
-    if (!(seen[i / 2 % 2][i / 16] >> (i % 16 / 4 * 8 + column + i % 2) & 1)) s[i] = -INFINITY;
+    if (!(seen[i / 2 % 2][i / 16] >> (i % 16 / 4 * 8 + i % 2) & 1)) s[i] = -INFINITY;
   }
 }
 
