@@ -104,7 +104,9 @@ int64_t sparse_attention_bwd_workspace_bytes(const SparseAttentionBwdParams& p) 
 }
 
 cudaError_t launch_sparse_attention_bwd(const SparseAttentionBwdParams& p, cudaStream_t stream) {
-  if (!sizes_fit(p) || p.batch * p.queries * p.heads > INT32_MAX) return cudaErrorInvalidValue;
+  if (!sizes_fit(p) || !(p.scale > 0.f) || p.batch * p.queries * p.heads > INT32_MAX) {
+    return cudaErrorInvalidValue;
+  }
   const int queries = tile_queries(p, kTileRows);
   if (queries == 0) return cudaErrorInvalidValue;
   const BwdWorkspace w(p, queries);

@@ -40,7 +40,7 @@ cudaError_t launch_sparse_attention_fwd(const SparseAttentionFwdParams& params,
                                         cudaStream_t stream) {
   FwdCall p = {params, 0};
   if (p.batch == 0 || p.queries == 0 || p.heads == 0) return cudaSuccess;
-  if (!sizes_fit(p)) return cudaErrorInvalidValue;
+  if (!sizes_fit(p) || !(p.scale > 0.f)) return cudaErrorInvalidValue;
   p.tile_queries = tile_queries(p, kTileRows);
   if (p.tile_queries == 0) return cudaErrorInvalidValue;
   const TileLists lists =

@@ -33,7 +33,7 @@ bool sizes_fit(const Params& p) {
   const bool block_size = b == 1 || b == 4 || b == 16 || b == 32 || b == 64 || b == 128;
   return block_size && x.slots >= 0 && x.sink_blocks >= 0 && x.local_blocks >= 0 && p.groups > 0 &&
          p.heads % p.groups == 0 && p.heads / p.groups <= 32 && dim(p.dim) && dim(p.value_dim) &&
-         p.batch * p.queries <= kMaxLength && p.keys <= kMaxLength && p.scale > 0.f;
+         p.batch * p.queries <= kMaxLength && p.keys <= kMaxLength;
 }
 
 // Calls launch<dtype, D, E>() with the smallest dims of the kernels that cover the call.
