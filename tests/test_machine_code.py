@@ -53,6 +53,9 @@ STACKS = {
     "masked_attention10fwd_kernel": 32,
     "mqa_decode10few_kernel": 8,
     "mqa_decode11wide_kernel": 56,
+    "sparse_attention10dkv_kernel": 16,
+    "sparse_attention10fwd_kernel": 8,
+    "sparse_attention12union_kernel": 8,
     "sparse_mla10bwd_kernel": 224,
     "sparse_mla13decode_kernel": 32,
     "sparse_mla14fwd_few_kernel": 8,  # at the end of a work tile

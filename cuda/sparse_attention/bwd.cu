@@ -99,13 +99,17 @@ cudaError_t launch_dkv(const SparseAttentionBwdParams& p, const BwdWorkspace& w,
 }  // namespace
 
 int64_t sparse_attention_bwd_workspace_bytes(const SparseAttentionBwdParams& p) {
-  const int queries = tile_queries(p, kTileRows);
+  const int queries = p.heads > 0 && sizes_fit(p) ? tile_queries(p, kTileRows) : 0;
   return queries == 0 ? 0 : BwdWorkspace(p, queries).bytes;
 }
 
 cudaError_t launch_sparse_attention_bwd(const SparseAttentionBwdParams& p, cudaStream_t stream) {
   if (!sizes_fit(p) || !(p.scale > 0.f) || p.batch * p.queries * p.heads > INT32_MAX) {
     return cudaErrorInvalidValue;
+  }
+  if (p.heads == 0) {
+    DSA_RETURN_IF_CUDA_ERROR(clear(p.dk, p.batch * p.keys * p.groups * p.dim * 4, stream));
+    return clear(p.dv, p.batch * p.keys * p.groups * p.value_dim * 4, stream);
   }
   const int queries = tile_queries(p, kTileRows);
   if (queries == 0) return cudaErrorInvalidValue;

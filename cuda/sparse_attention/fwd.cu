@@ -32,7 +32,7 @@ cudaError_t launch(const FwdCall& p, const TileLists& lists, cudaStream_t stream
 }  // namespace
 
 int64_t sparse_attention_fwd_workspace_bytes(const SparseAttentionFwdParams& p) {
-  const int queries = sizes_fit(p) ? tile_queries(p, kTileRows) : 0;
+  const int queries = p.heads > 0 && sizes_fit(p) ? tile_queries(p, kTileRows) : 0;
   return queries > 0 ? kTileCounterBytes + tile_lists_bytes(p, queries) : 0;
 }
 
