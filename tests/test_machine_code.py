@@ -50,12 +50,12 @@ STACKS = {
     # The same with a warpgroup for dQ. The producer, which has 32 registers, uses this stack.
     "Li128ELi128ELb0ELb0EEEEEvNS_24MaskedAttentionBwdParams": 144,
     "Lb1ELb1EEEEEvNS_24MaskedAttentionBwdParams": 48,  # the same with biases
-    "masked_attention10fwd_kernel": 32,
+    "masked_attention10fwd_kernel": 40,
     "mqa_decode10few_kernel": 8,
     "mqa_decode11wide_kernel": 56,
-    "sparse_attention10dkv_kernel": 16,
     "sparse_attention10fwd_kernel": 8,
     "sparse_attention12union_kernel": 8,
+    "sparse_attention14inverse_kernel": 16,
     "sparse_mla10bwd_kernel": 224,
     "sparse_mla13decode_kernel": 32,
     "sparse_mla14fwd_few_kernel": 8,  # at the end of a work tile

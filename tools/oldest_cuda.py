@@ -70,6 +70,23 @@ KERNELS = {
     "losses/teacher_heads.cuh": [
         "teacher_heads::teacher_heads_kernel<192, jax_dsa::teacher_heads::Pass::kSums>"
     ],
+    "sparse_attention/bwd_dkv.cuh": [
+        "sparse_attention::dkv_kernel<"
+        "jax_dsa::sparse_attention::DkvTraits<jax_dsa::DType::kBF16, 192, 128>>",
+        "sparse_attention::inverse_kernel<true>",
+    ],
+    "sparse_attention/bwd_dq.cuh": [
+        "sparse_attention::dq_kernel<"
+        "jax_dsa::sparse_attention::DqTraits<jax_dsa::DType::kF16, 256, 256>>"
+    ],
+    "sparse_attention/bwd_rows.cuh": [
+        "sparse_attention::delta_kernel<jax_dsa::DType::kBF16>",
+    ],
+    "sparse_attention/fwd.cuh": [
+        "sparse_attention::fwd_kernel<"
+        "jax_dsa::sparse_attention::FwdTraits<jax_dsa::DType::kBF16, 128, 128>>",
+        "sparse_attention::union_kernel<jax_dsa::sparse_attention::FwdCall>",
+    ],
     "sparse_mla/bwd.cuh": ["sparse_mla::bwd_kernel<576, false, true>"],
     "sparse_mla/bwd_order.cuh": ["sparse_mla::order_kernel"],
     "sparse_mla/bwd_pack.cuh": ["sparse_mla::pack_kernel"],
