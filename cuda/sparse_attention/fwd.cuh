@@ -8,9 +8,8 @@
 //
 // Warpgroups.
 //   0, 1  MMA: 64 rows each, as in masked attention
-//   2     producer: warp 0 schedules tiles, warp 1 loads the boxes of keys that the blocks of a
-//   step
-//         are, warps 2 and 3 make one bit per query and key
+//   2     producer: warp 0 schedules tiles, warp 1 loads the keys of a step, a box for each block,
+//         warps 2 and 3 make one bit per query and key
 #pragma once
 
 #include "masked_attention/fwd_consumer.cuh"

@@ -68,8 +68,9 @@ struct HeadRows {
   template <typename Params>
   __device__ HeadRows(const Params& p, int row) : row(row) {
 #pragma unroll
-    for (int r = 0; r < 2; ++r)
+    for (int r = 0; r < 2; ++r) {
       bits[r] = min((row + 8 * r) / (p.heads / p.groups), p.tile_queries - 1);
+    }
   }
   template <int kScores>
   __device__ void mask(float (&s)[kScores], const uint32_t (*query_bits)[kScores / 16]) const {
