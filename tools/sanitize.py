@@ -101,7 +101,10 @@ EXPLANATIONS = {
         ]
     ): "elected_writer",
     frozenset(
-        ["masked_attention/fwd_producer.cuh:load_tiles", "masked_attention/fwd.cuh:consume"]
+        [
+            "masked_attention/fwd_producer.cuh:load_tiles",
+            "masked_attention/fwd_consumer.cuh:consume",
+        ]
     ): ("bulk_copy"),
     frozenset(
         [
