@@ -52,4 +52,20 @@ ffi::Error read_qkv(const char* op, const AnyBuffer& q, const AnyBuffer& k, cons
   return ffi::Error::Success();
 }
 
+// Reads the results of a forward pass: out [B, T, N, E], and max_logit and log_sum [B, T, N].
+template <typename Params>
+ffi::Error read_results(const char* op, const AnyBuffer& q, Result<AnyBuffer> out,
+                        Result<F32> max_logit, Result<F32> log_sum, Params* params) {
+  const int64_t batch = params->batch, queries = params->queries, heads = params->heads;
+  DSA_FFI_RETURN_IF_ERROR(
+      check_like_q(op, "out", *out, q, {batch, queries, heads, params->value_dim}));
+  const std::initializer_list<int64_t> per_row = {batch, queries, heads};
+  DSA_FFI_RETURN_IF_ERROR(check_shape(op, "max_logit", max_logit->dimensions(), per_row));
+  DSA_FFI_RETURN_IF_ERROR(check_shape(op, "log_sum", log_sum->dimensions(), per_row));
+  params->out = out->untyped_data();
+  params->max_logit = max_logit->typed_data();
+  params->log_sum = log_sum->typed_data();
+  return ffi::Error::Success();
+}
+
 }  // namespace jax_dsa

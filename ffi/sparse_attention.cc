@@ -88,15 +88,7 @@ ffi::Error sparse_attention_fwd(cudaStream_t stream, AnyBuffer q, AnyBuffer k, A
   DSA_FFI_RETURN_IF_ERROR(read_lists(kOp, lists, &params));
   DSA_FFI_RETURN_IF_ERROR(read_scale(kOp, scale, &params));
   DSA_FFI_RETURN_IF_ERROR(read_sinks(kOp, sinks, &params));
-  const int64_t batch = params.batch, queries = params.queries, heads = params.heads;
-  DSA_FFI_RETURN_IF_ERROR(
-      check_like_q(kOp, "out", *out, q, {batch, queries, heads, params.value_dim}));
-  const std::initializer_list<int64_t> per_row = {batch, queries, heads};
-  DSA_FFI_RETURN_IF_ERROR(check_shape(kOp, "max_logit", max_logit->dimensions(), per_row));
-  DSA_FFI_RETURN_IF_ERROR(check_shape(kOp, "log_sum", log_sum->dimensions(), per_row));
-  params.out = out->untyped_data();
-  params.max_logit = max_logit->typed_data();
-  params.log_sum = log_sum->typed_data();
+  DSA_FFI_RETURN_IF_ERROR(read_results(kOp, q, out, max_logit, log_sum, &params));
   params.workspace = workspace->untyped_data();
   DSA_FFI_RETURN_IF_ERROR(check_workspace(kOp, "workspace", workspace->size_bytes(),
                                           sparse_attention_fwd_workspace_bytes(params)));

@@ -55,7 +55,7 @@ struct QueryRows {
   }
 };
 
-struct NothingExtra {};
+struct NoExtra {};
 
 // kD: maximum dim of queries and keys. kE: maximum dim of values. kGeneral: scores have a bias or a
 // softcap, or a scale that is not positive. kBias: scores have a bias, which implies kGeneral.
@@ -64,7 +64,7 @@ template <DType kType_, int kD_, int kE_, bool kGeneral_, bool kBias_ = false,
           int kQRegisterSteps_ = q_register_steps(kD_, kE_, kBias_), bool kUsePingPong_ = true>
 struct FwdTraits {
   using Rows = QueryRows;
-  using Extra = NothingExtra;  // what the kernel has in shared memory beside `Shared`
+  using Extra = NoExtra;  // what the kernel has in shared memory beside `Shared`
   static constexpr DType kType = kType_;
   static constexpr int kD = kD_, kE = kE_;
   static constexpr bool kGeneral = kGeneral_;

@@ -23,6 +23,7 @@
 #include "common/store_rows.cuh"
 #include "common/wgmma.cuh"
 #include "masked_attention/fwd_plan.cuh"
+#include "sparse_attention/bwd_rows.cuh"
 #include "sparse_attention/producer.cuh"
 
 namespace jax_dsa::sparse_attention {
@@ -129,20 +130,18 @@ __device__ void consume_dq(const DqCall& p, const float* delta,
     const WorkTile work_tile = shared.work_tile;
     if (work_tile.done) break;
     const RowPlace place = rows.place(p, work_tile);
-    float lse[2], row_delta[2], huge_max[2], huge_sum[2];
+    float lse[2], row_delta[2];
+    HugeRow huge_rows[2];
     bool huge = false;
 #pragma unroll
     for (int r = 0; r < 2; ++r) {
       const int64_t at = place.first + r * place.second;
       const bool exists = r * 8 < place.rows_left;
-      const float max_logit = exists ? __ldg(p.max_logit + at) : -INFINITY;
-      const float log_sum = exists ? __ldg(p.log_sum + at) : 0.f;
-      const bool seen = max_logit != -INFINITY;
-      const bool is_huge = seen && fabsf(max_logit) * kLog2E > masked_attention::kHugeRow;
+      const RowLse row(exists ? __ldg(p.max_logit + at) : -INFINITY,
+                       exists ? __ldg(p.log_sum + at) : 0.f);
       row_delta[r] = exists ? __ldg(delta + at) : 0.f;
-      lse[r] = !seen ? INFINITY : is_huge ? 0.f : (max_logit + log_sum) * kLog2E;
-      huge_max[r] = is_huge ? max_logit : 0.f, huge_sum[r] = is_huge ? log_sum : 0.f;
-      huge = huge || is_huge;
+      lse[r] = row.log2, huge_rows[r] = row.huge;
+      huge = huge || row.is_huge;
     }
     huge = __any_sync(~0u, huge);
     float factor[2] = {0.f, 0.f};
@@ -162,7 +161,8 @@ __device__ void consume_dq(const DqCall& p, const float* delta,
         if (__builtin_expect(huge, 0)) {
 #pragma unroll
           for (int i = 0; i < kScores; ++i) {
-            s[i] = __fmul_rn(s[i], p.scale) - huge_max[i / 2 % 2] - huge_sum[i / 2 % 2];
+            const HugeRow& row = huge_rows[i / 2 % 2];
+            s[i] = __fmul_rn(s[i], p.scale) - row.max_logit - row.log_sum;
           }
           to_log2 = kLog2E;
         }
@@ -232,15 +232,8 @@ __global__ void __launch_bounds__(masked_attention::kThreads, 1)
     consume_dq<Tr>(p, delta, shared, warpgroup);
   } else {
     lower_registers<Tr::kProducerRegisters>();
-    const int warp = threadIdx.x / 32 % 4;
-    if (warp == 0) {
-      schedule_steps<Tr>(p, scheduler, lists, tile_counter, shared);
-    } else if (warp == 1) {
-      masked_attention::load_tiles<Tr>(shared,
-                                       DqLoader<Tr>({p, q_map, k_map, v_map, shared}, dout_map));
-    } else {
-      build_query_bits<Tr>(p, lists, shared, warp - 2);
-    }
+    produce_steps<Tr>(p, scheduler, lists, tile_counter, shared,
+                      DqLoader<Tr>({p, q_map, k_map, v_map, shared}, dout_map));
   }
 }
 

@@ -22,18 +22,16 @@ namespace jax_dsa::sparse_attention {
 
 inline constexpr int kInverseThreads = 256;
 inline constexpr int kPlanThreads = 1024;
-// CTAs that build the lists, about. A CTA processes a chunk of the queries of a KV head.
+// About how many CTAs build the lists. Each of them processes a chunk of the queries of a KV head.
 inline constexpr int kInverseBlocks = 1024;
 // A key tile whose list is longer than the total divided by this is processed in parts.
 inline constexpr int kParts = 1024;
-inline constexpr int kMinPartSteps = 8;  // steps of a part, at least
+inline constexpr int kMinPartSteps = 8;  // a part has at least this many steps
 
 // Where the lists of all key tiles are, and how they are divided among CTAs. Filled on the GPU.
 struct InversePlan {
   unsigned next_item;  // counter of items that CTAs have taken
   unsigned items;
-  int part_entries;  // entries of a part
-  int unused;
 };
 
 // A work item: part `part` of the list of a key tile, `entries` entries from `first` on.
@@ -210,14 +208,15 @@ __global__ void __launch_bounds__(kInverseThreads)
   inverse.counts[tile] = sum;
 }
 
-// Finds where the lists start, and divides them into work items. One CTA. A step of the main kernel
+// One CTA finds where the lists start, and divides them into work items. A step of the main kernel
 // has `step_entries` entries.
 __global__ void __launch_bounds__(kPlanThreads)
     plan_kernel(const __grid_constant__ InverseLists inverse, int step_entries) {
   auto& warp_sums = dynamic_shared<int64_t[kPlanThreads / 32]>();
   const int lane = thread_index() % 32, warp = thread_index() / 32;
-  // Calls visit(tile, count, sum before it) for each list, with the sum of values(count) of all
-  // lists before it. Returns the sum of all lists.
+  // Adds up value(count) of all lists, where `count` is the length of a list. Calls
+  // visit(tile, count, before) for each list, where `before` is the sum of the lists before it.
+  // Returns the sum of all lists.
   const auto scan = [&](auto value, auto visit) {
     int64_t before = 0;
     for (int64_t first = 0; first < inverse.tiles; first += kPlanThreads) {
@@ -256,7 +255,7 @@ __global__ void __launch_bounds__(kPlanThreads)
                                      min(count - first, part_entries), count > part_entries};
                                }
                              });
-  if (thread_index() == 0) *inverse.plan = {0, static_cast<unsigned>(items), part_entries, 0};
+  if (thread_index() == 0) *inverse.plan = {0, static_cast<unsigned>(items)};
 }
 
 }  // namespace jax_dsa::sparse_attention

@@ -5,13 +5,10 @@
 #include "common/limits.h"
 #include "common/ring.cuh"
 #include "common/tile.cuh"
-#include "masked_attention/scores.cuh"
 #include "sparse_attention/bwd_inverse.cuh"
+#include "sparse_attention/bwd_rows.cuh"
 
 namespace jax_dsa::sparse_attention {
-
-using masked_attention::HugeRow;
-using masked_attention::kHugeRow;
 
 inline constexpr int kPBuffers = 2;  // P on its way from warpgroup 0 to warpgroup 1
 

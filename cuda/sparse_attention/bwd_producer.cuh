@@ -83,15 +83,13 @@ struct StepRows {
 #pragma unroll
     for (int i = 0; i < 2; ++i) {
       const int row = lane + 32 * i;
-      const bool empty = max_logit[i] == -INFINITY;
-      const bool huge = fabsf(max_logit[i]) * kLog2E > kHugeRow && !empty;
-      const float lse = huge ? 0.f : (max_logit[i] + log_sum[i]) * kLog2E;
+      const RowLse lse(max_logit[i], log_sum[i]);
       if (row < Tr::kRows) {
-        shared.lse[at][row] = empty ? INFINITY : lse, shared.delta[at][row] = delta[i];
+        shared.lse[at][row] = lse.log2, shared.delta[at][row] = delta[i];
       }
       all = all && (row >= shape.entries || keys[i] == ~uint64_t{0});
-      huge_rows[i] = huge ? HugeRow{max_logit[i], log_sum[i]} : HugeRow{0.f, 0.f};
-      any_huge = any_huge || huge;
+      huge_rows[i] = lse.huge;
+      any_huge = any_huge || lse.is_huge;
     }
     any_huge = __any_sync(~0u, any_huge);
     const bool hidden = !__all_sync(~0u, all);

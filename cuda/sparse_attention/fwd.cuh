@@ -41,15 +41,8 @@ __global__ void __launch_bounds__(masked_attention::kThreads, 1)
     masked_attention::consume<Tr, masked_attention::kEither>(p, shared);
   } else {
     lower_registers<Tr::kProducerRegisters>();
-    const int warp = threadIdx.x / 32 % 4;
-    if (warp == 0) {
-      schedule_steps<Tr>(p, scheduler, lists, tile_counter, shared);
-    } else if (warp == 1) {
-      masked_attention::load_tiles<Tr>(shared,
-                                       BlockLoader<Tr, FwdCall>{p, q_map, k_map, v_map, shared});
-    } else {
-      build_query_bits<Tr>(p, lists, shared, warp - 2);
-    }
+    produce_steps<Tr>(p, scheduler, lists, tile_counter, shared,
+                      BlockLoader<Tr, FwdCall>{p, q_map, k_map, v_map, shared});
   }
 }
 

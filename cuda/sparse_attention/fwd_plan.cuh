@@ -8,9 +8,12 @@ namespace jax_dsa::sparse_attention {
 
 // Fewer steps of Q are in registers than in masked attention, because the places and the bits of
 // the rows need registers, too.
+template <DType kType, int kD, int kE>
+using MaskedFwdTraits = masked_attention::FwdTraits<kType, kD, kE, false, false, kD <= 128 ? 4 : 0>;
+
 template <DType kType_, int kD_, int kE_>
-struct FwdTraits : masked_attention::FwdTraits<kType_, kD_, kE_, false, false, kD_ <= 128 ? 4 : 0> {
-  using Base = masked_attention::FwdTraits<kType_, kD_, kE_, false>;
+struct FwdTraits : MaskedFwdTraits<kType_, kD_, kE_> {
+  using Base = MaskedFwdTraits<kType_, kD_, kE_>;
   using Rows = HeadRows;
   using Extra = BoxRows<Base::kQueued, Base::kKeys>;
   static constexpr int kConsumerRegisters = 216, kProducerRegisters = 72;

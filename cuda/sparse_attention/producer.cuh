@@ -202,4 +202,20 @@ __device__ void build_query_bits(const Params& p, const TileLists& lists,
   }
 }
 
+// The producer warpgroup: warp 0 schedules tiles, warp 1 issues the loads, and warps 2 and 3 make
+// the bits.
+template <typename Tr, typename Params, typename Loader>
+__device__ void produce_steps(const Params& p, const masked_attention::TileScheduler& scheduler,
+                              const TileLists& lists, unsigned* tile_counter,
+                              masked_attention::Shared<Tr>& shared, const Loader& loader) {
+  const int warp = threadIdx.x / 32 % 4;
+  if (warp == 0) {
+    schedule_steps<Tr>(p, scheduler, lists, tile_counter, shared);
+  } else if (warp == 1) {
+    masked_attention::load_tiles<Tr>(shared, loader);
+  } else {
+    build_query_bits<Tr>(p, lists, shared, warp - 2);
+  }
+}
+
 }  // namespace jax_dsa::sparse_attention

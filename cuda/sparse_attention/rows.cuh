@@ -21,8 +21,7 @@ struct TileCall : Params {
   int tile_queries;
 };
 
-// By slot of the queue: the first row of k of each box of a step, which has min(block_size, kKeys)
-// rows.
+// The first row of k of each box of the steps in the queue. A box has min(block_size, kKeys) rows.
 template <int kQueued, int kKeys>
 struct BoxRows {
   int32_t rows[kQueued][kKeys];

@@ -147,7 +147,7 @@ def sparse_attention_decode(
         topk_length: Number of slots that are used, from the first one, int32 [B, T]. Default: K.
         sinks: One logit per query head, as in `sparse_attention`.
         k_scale, v_scale: Factors of the rows of FP8 caches, float32 [B, S, G], or [P, L, G] with a
-            `PagedCache`. Default: 1. A factor that all keys share belongs into `scale`.
+            `PagedCache`. Default: 1. A factor that all keys share belongs in `scale`.
         batch_invariant: Whether a request's result is bit-identical whatever other requests are in
             the batch. Gradients are not covered. This costs time: queries are computed one after
             the other.

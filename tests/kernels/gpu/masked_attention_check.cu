@@ -11,6 +11,7 @@
 #include <string>
 
 #include "gpu/check.cuh"
+#include "gpu/random_bf16.cuh"
 #include "masked_attention/fwd_launch.h"
 #include "problems/masked_attention_problem.h"
 
@@ -121,19 +122,8 @@ int test(bool small, const char* filter) {
 
 // ---- bench -------------------------------------------------------------------------------------
 
-__global__ void fill(uint16_t* x, int64_t n, uint64_t seed) {
-  for (int64_t i = blockIdx.x * int64_t{256} + threadIdx.x; i < n; i += int64_t{gridDim.x} * 256) {
-    const uint64_t bits = mix(seed * 0x100000001b3ull + i);
-    float sum = 0;  // sum of four uniform numbers, close to a normal one
-    for (int j = 0; j < 4; ++j) sum += float(bits >> (16 * j) & 0xffff) * (1.f / 65536) - 0.5f;
-    x[i] = __bfloat16_as_ushort(__float2bfloat16(sum * 1.732f));
-  }
-}
 uint16_t* random_bf16(int64_t n, uint64_t seed) {
-  auto* const x = device<uint16_t>(n);
-  fill<<<2048, 256>>>(x, n, seed);
-  CHECK(cudaGetLastError());
-  return x;
+  return fill_random_bf16(device<uint16_t>(n), n, seed);
 }
 
 enum Mask { kDense, kCausalMask, kWindow4096, kDocuments, kEmptyTiles75, kEmptyTiles90, kBits };
