@@ -134,9 +134,11 @@ def draw_merge_of_sums(c: Draw, r: Draw) -> Call:
     max_logits = np.where(max_logits == np.inf, -np.inf, max_logits)
 
     def want(outs: Any, max_logits: Any, sums: Any) -> list[np.ndarray]:
-        outs, sums, top = outs.astype(np.float64), sums.astype(np.float64), max_logits.max(0)
-        empty = max_logits == -np.inf
+        top, empty = max_logits.max(0), max_logits == -np.inf
         weights = np.where(empty, 0, np.exp(max_logits - np.where(top == -np.inf, 0, top)))
+        # A set without a key counts for nothing, even if it holds NaN.
+        outs = np.where(empty[..., None], 0, outs.astype(np.float64))
+        sums = np.where(empty, 0, sums.astype(np.float64))
         return [(weights[..., None] * outs).sum(0), top, (weights * sums).sum(0)]
 
     kwargs = {

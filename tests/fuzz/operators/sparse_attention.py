@@ -57,13 +57,12 @@ def draw_common(c: Draw, r: Draw, dtype: np.dtype) -> dict[str, Any]:
     }
 
 
-def oracle_options(kwargs: dict[str, Any], S: int) -> dict[str, Any]:
+def oracle_options(kwargs: dict[str, Any]) -> dict[str, Any]:
     """Converts the options of a call to those of the oracle."""
     x = {n: y for n, y in kwargs.items() if n not in UNUSED}
     x["scale"] = None if x["scale"] is None else float(x["scale"])
-    x["block_size"] = int(x["block_size"])
-    x["sink_blocks"] = min(int(x["sink_blocks"]), S + 1)  # The oracle enumerates them.
-    x["local_blocks"] = int(x["local_blocks"])
+    for name in "block_size", "sink_blocks", "local_blocks":
+        x[name] = int(x[name])
     return x
 
 
@@ -93,7 +92,7 @@ def draw_sparse_attention(c: Draw, r: Draw) -> Call:
     def want(**x: Any) -> list[np.ndarray]:
         # The position of the last query is capped at the largest int32.
         start = np.minimum(whole(x["query_start"]), INT_MAX - x["q"].shape[1])
-        options = oracle_options({**x, "query_start": start}, S)
+        options = oracle_options({**x, "query_start": start})
         return chosen(oracle.sparse_attention(**options), x)
 
     call = finish(Call(sparse_attention, kwargs, want, ()), dtype)
@@ -118,7 +117,7 @@ def draw_sparse_attention_varlen(c: Draw, r: Draw) -> Call:
     def want(
         cu_seqlens_q: Any, cu_seqlens_k: Any, causal_alignment: Any, **x: Any
     ) -> list[np.ndarray]:
-        options = oracle_options(x, len(x["k"]))
+        options = oracle_options(x)
         T, N, E = *x["q"].shape[:2], x["v"].shape[2]
         results = np.zeros((T, N, E)), np.full((T, N), -np.inf), np.full((T, N), -np.inf)
         bounds = (np.asarray(cu).tolist() for cu in (cu_seqlens_q, cu_seqlens_k))
@@ -163,7 +162,7 @@ def draw_sparse_attention_decode(c: Draw, r: Draw) -> Call:
     def want(k_cache: Any, v_cache: Any, k_scale: Any, v_scale: Any, **x: Any) -> list[np.ndarray]:
         if isinstance(k_cache, PagedCache):  # vmap may map the table of one of them only.
             v_cache = dataclasses.replace(v_cache, page_table=k_cache.page_table)
-        options = oracle_options(x, k_cache.capacity)
+        options = oracle_options(x)
         options.pop("batch_invariant")
         lengths = np.maximum(k_cache.lengths.astype(np.int64), 0)
         results = oracle.sparse_attention(

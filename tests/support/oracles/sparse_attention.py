@@ -13,10 +13,12 @@ def listed(row: np.ndarray, length: int) -> list[int]:
     return [int(j) for j in row[: max(0, length)]]
 
 
-def forced(p: int, b: int, blocks: list[int], sinks: int, local: int, tail: bool) -> list[int]:
-    """Returns the forced blocks of the query at position p that `blocks` does not name."""
-    own = range(max(0, p // b - local + 1), p // b + 1) if local else ()
-    numbers = {*range(sinks), *own}
+def forced(
+    p: int, b: int, count: int, blocks: list[int], sinks: int, local: int, tail: bool
+) -> list[int]:
+    """Returns the forced blocks, of `count`, that `blocks` lacks for the query at position p."""
+    own = range(max(0, p // b - local + 1), min(p // b + 1, count)) if local else ()
+    numbers = {*range(min(sinks, count)), *own}
     if tail and (p + 1) % b:
         numbers.add((p + 1) // b)
     return sorted(numbers - set(blocks))
@@ -51,7 +53,8 @@ def selections(
         row = indices[b, t] if indices.ndim == 3 else indices[b, t, g]
         blocks = listed(row, len(row) if topk_length is None else int(topk_length[b, t]))
         if is_causal:
-            blocks += forced(p, block_size, blocks, sink_blocks, local_blocks, tail_block)
+            count = -(-S // block_size)
+            blocks += forced(p, block_size, count, blocks, sink_blocks, local_blocks, tail_block)
         end = S if key_value_seq_lengths is None else min(S, int(key_value_seq_lengths[b]))
         end = min(end, p + 1) if is_causal else end
         keys = [
