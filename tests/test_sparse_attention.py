@@ -40,6 +40,12 @@ CASES: dict[str, tuple[int, int, int, dict[str, Any]]] = {
     "tail beside a sink": (9, 30, 4, {**TAIL, "sink_blocks": 2}),
     "all local": (6, 10, 4, {"is_causal": True, "local_blocks": 10**9, "query_start": 7}),
     "past the keys": (6, 10, 4, {"is_causal": True, "local_blocks": 9, "query_start": 22}),
+    "documents": (30, 30, 4, {"segment_ids": "documents", **FORCED}),
+    "documents not causal": (
+        *(21, 21, 4),
+        {"segment_ids": "documents", "key_value_seq_lengths": "lengths", "topk_length": "topk"},
+    ),
+    "tails of documents": (23, 23, 4, {"segment_ids": "documents", **TAIL}),
     "keys one by one": (6, 20, 1, {"is_causal": True, "query_start": 11}),
 }
 
@@ -49,6 +55,7 @@ def drawn(options: dict[str, Any], rng: np.random.Generator, t: int, s: int) -> 
     arrays = {
         "starts": np.array([0, s - 3], np.int32),
         "lengths": np.array([s - 5, 3], np.int32),
+        "documents": np.sort(rng.integers(0, 4, (B, t)), axis=1).astype(np.int32)[:, ::-1].copy(),
         "topk": rng.integers(-1, K + 2, size=(B, t)).astype(np.int32),
         "sinks": np.array([np.inf, -np.inf, 0.5, 3], f32),
     }
@@ -72,7 +79,7 @@ def check(
     assert_matches(jax.tree.leaves(got), [x.astype(f32) for x in exact], tol)
 
 
-FAST = "plain", "causal", "before the first key", "topk", "sinks", "tail"
+FAST = "plain", "causal", "before the first key", "topk", "sinks", "tail", "documents"
 
 
 @pytest.mark.parametrize("name", [name if name in FAST else slow(name) for name in CASES])

@@ -44,6 +44,15 @@ WRONG = {
     "lengths": ({"key_value_seq_lengths": np.zeros(3, np.int32)}, "'key_value_seq_lengths'.*B=2"),
     "topk_length": ({"topk_length": np.zeros((B, 1), np.int32)}, "'topk_length'.*T=3"),
     "query_start": ({"query_start": np.zeros(3, np.int32)}, r"'query_start' has shape \(3,\)"),
+    "documents": (
+        {"segment_ids": np.zeros((B, T), np.int32)},
+        "'segment_ids' has shape.*T=3.*; sparse_attention_varlen takes such",
+    ),
+    "documents and query_start": (
+        {"segment_ids": np.zeros((B, S), np.int32), "q": np.zeros((B, S, N, D), f32)}
+        | {"indices": np.zeros((B, S, K), np.int32), "query_start": 1},
+        "'query_start' is 1, want 0 beside 'segment_ids'",
+    ),
     "sinks": ({"sinks": np.zeros(3, f32)}, "'sinks'.*N=4"),
     "implementation": ({"implementation": "triton"}, "'implementation' is 'triton'"),
 }

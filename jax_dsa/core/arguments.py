@@ -142,12 +142,12 @@ def key_ranges(
         given = type(segment_ids).__name__
         args.option("segment_ids", given, lengths is None, "None with a cache")
         ids = document_numbers(args, segment_ids)
-        _only_zero(args, query_start, "0 beside 'segment_ids', where query t is the token of key t")
+        only_zero(args, query_start, "0 beside 'segment_ids', where query t is the token of key t")
     first: Any = lengths
     if lengths is None:
         first = first_position(args, query_start)
     else:
-        _only_zero(args, query_start, "0 with a cache, whose lengths say it")
+        only_zero(args, query_start, "0 with a cache, whose lengths say it")
     starts, ends = (
         None if x is None else args.array(name, x, "B T", INT32)
         for name, x in (("starts", starts), ("ends", ends))
@@ -162,7 +162,8 @@ def key_ranges(
     )
 
 
-def _only_zero(args: Args, query_start: Any, why: str) -> None:
+def only_zero(args: Args, query_start: Any, why: str) -> None:
+    """Raises unless `query_start` is 0, which `why` calls what is expected."""
     number = args.integer("query_start", query_start, -(2**31))
     args.option("query_start", number, number == 0, why)
 

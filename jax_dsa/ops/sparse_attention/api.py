@@ -54,6 +54,7 @@ class _SharedKeywords(TypedDict, total=False):
 class _Keywords(_SharedKeywords, total=False):
     query_start: int | Int[Array, "*B"]
     key_value_seq_lengths: Int[Array, "B"] | None
+    segment_ids: Int[Array, "B T"] | None
     topk_length: Int[Array, "B T"] | None
 
 
@@ -125,6 +126,7 @@ def sparse_attention(
     is_causal: bool = False,
     query_start: int | Int[Array, "*B"] = 0,
     key_value_seq_lengths: Int[Array, "B"] | None = None,
+    segment_ids: Int[Array, "B T"] | None = None,
     sink_blocks: int = 0,
     local_blocks: int = 0,
     tail_block: bool = False,
@@ -162,6 +164,10 @@ def sparse_attention(
         is_causal: Whether keys after the query's position are masked, also within a block.
         query_start: Position of the first query: an int, a scalar, or int32 [B].
         key_value_seq_lengths: Number of keys of each batch entry, int32. Later keys are masked.
+        segment_ids: Document numbers [B, T], int32, if queries and keys are the tokens of several
+            documents, one after the other. A run of equal numbers is a document. A query sees no
+            other document. Block numbers and positions count within the document, and
+            `query_start` must be 0. Default: each sequence is one document.
         sink_blocks: Number of first blocks that every query sees.
         local_blocks: Number of newest blocks that every query sees. The last of them has the
             query's position.
@@ -207,7 +213,7 @@ def sparse_attention(
     args = Args("sparse_attention", "q", q, "B T N D")
     q, k = queries_and_keys(args, q, k)
     v = args.array("v", v, "B S G E", (q.dtype,))
-    where = positions_and_lengths(args, is_causal, query_start, key_value_seq_lengths)
+    where = positions_and_lengths(args, is_causal, query_start, key_value_seq_lengths, segment_ids)
     return _attend(
         args,
         (q, k, v),

@@ -9,7 +9,9 @@ import jax.numpy as jnp
 
 from jax_dsa.core import compat
 from jax_dsa.core.arguments import (
+    document_numbers,
     first_position,
+    only_zero,
     scale_or_default,
     selection,
     shared_sinks,
@@ -17,6 +19,7 @@ from jax_dsa.core.arguments import (
 )
 from jax_dsa.core.checks import INT32, Args
 from jax_dsa.core.deferred import Deferred
+from jax_dsa.core.documents import document_ends, document_starts
 from jax_dsa.core.typing import Array, Int
 from jax_dsa.ops.block_mask.visible import packed_bounds, packed_rows
 from jax_dsa.ops.sparse_attention.spec import BLOCK_SIZES, Options
@@ -64,15 +67,25 @@ def options_and_slots(
 
 
 def positions_and_lengths(
-    args: Args, is_causal: Any, query_start: Any, key_value_seq_lengths: Any
+    args: Args, is_causal: Any, query_start: Any, key_value_seq_lengths: Any, segment_ids: Any
 ) -> dict[str, Any]:
-    """Checks the arguments and returns the operands `positions` and `lengths` by name."""
+    """Checks the arguments and returns `positions`, `starts` and `lengths` by name."""
     sizes = args.batch, args.sizes["T"]
     causal = args.flag("is_causal", is_causal)
-    first = first_position(args, query_start)
     lengths = key_value_seq_lengths
     if lengths is not None:
         lengths = args.array("key_value_seq_lengths", lengths, "B", INT32)
+    if segment_ids is not None:
+        ids = document_numbers(args, segment_ids, "; sparse_attention_varlen takes such sequences")
+        only_zero(args, query_start, "0 beside 'segment_ids', where query t is the token of key t")
+        positions = Deferred(_document_positions, (ids,), ()) if causal else None
+        starts, lengths = (
+            Deferred(document_starts, (ids,), ()),
+            Deferred(_document_lengths, (ids, lengths), ()),
+        )
+        return {"positions": positions, "starts": starts, "lengths": lengths}
+    first = first_position(args, query_start)
+    if lengths is not None:
         lengths = Deferred(_for_all_queries, (lengths,), sizes)
     positions = Deferred(_positions, (first,), sizes) if causal else None
     return {"positions": positions, "lengths": lengths}
@@ -103,6 +116,18 @@ def cached_positions_and_lengths(
     causal = args.flag("is_causal", is_causal)
     positions = Deferred(_last_positions, (lengths,), sizes) if causal else None
     return {"positions": positions, "lengths": Deferred(_for_all_queries, (lengths,), sizes)}
+
+
+def _document_positions(ids: Array) -> Int[Array, "B T"]:
+    order = jnp.arange(ids.shape[1], dtype=jnp.int32)[None]
+    return order - document_starts(ids)
+
+
+def _document_lengths(ids: Array, lengths: Array | None) -> Int[Array, "B T"]:
+    """Returns the number of keys of each token's document that `lengths` leaves."""
+    ends = document_ends(ids)
+    ends = ends if lengths is None else jnp.minimum(ends, jnp.maximum(lengths, 0)[:, None])
+    return ends - document_starts(ids)
 
 
 def _last_positions(lengths: Array, batch: int, queries: int) -> Int[Array, "B T"]:

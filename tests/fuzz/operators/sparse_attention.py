@@ -85,8 +85,13 @@ def chosen(results: tuple[np.ndarray, ...], x: dict[str, Any]) -> list[np.ndarra
 def draw_sparse_attention(c: Draw, r: Draw) -> Call:
     dtype = c.dtype()
     kwargs = draw_common(c, r, dtype)
-    B, S = kwargs["k"].shape[:2]
-    kwargs["query_start"] = draw_start(c, r, B, S)
+    (B, S), T = kwargs["k"].shape[:2], kwargs["q"].shape[1]
+    packed = T <= S and c.chance(0.3)
+    if packed:  # The tokens of documents have a query and a key each.
+        kwargs |= {name: kwargs[name][:, :T] for name in ("k", "v")}
+        S = T
+    kwargs["segment_ids"] = r.rng.integers(0, 2, (B, T)).astype(np.int32) if packed else None
+    kwargs["query_start"] = 0 if packed else draw_start(c, r, B, S)
     kwargs["key_value_seq_lengths"] = r.positions(S, B) if c.chance(0.3) else None
 
     def want(**x: Any) -> list[np.ndarray]:

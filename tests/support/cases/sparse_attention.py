@@ -65,6 +65,17 @@ def attend_tail(q, k, v, indices):
     )
 
 
+def make_document_args(rng: np.random.Generator) -> tuple:
+    q, k, v, indices = make_grouped_args(rng)
+    ids = np.sort(rng.integers(0, 3, (B, T)), axis=1)
+    return q, k[:, :T], v[:, :T], indices % 2, jnp.asarray(ids, jnp.int32)
+
+
+def attend_documents(q, k, v, indices, ids):
+    options = {"is_causal": True, "tail_block": True, "return_lse": True}
+    return sparse_attention(q, k, v, indices, block_size=4, segment_ids=ids, **options)
+
+
 def make_packed_args(rng: np.random.Generator) -> tuple:
     q, k, v, indices = (x[0] for x in make_args(rng))
     cu_q = jnp.asarray([0, 3, 7], jnp.int32)
@@ -153,6 +164,19 @@ CASES = [
         make_grouped_args,
         (0, 1, 2),
         {"batch": (batch,) * 4, "head": (head, P(), P(), P())},
+    ),
+    TransformCase(
+        "sparse_attention-documents",
+        attend_documents,
+        make_document_args,
+        (0, 1, 2),
+        {
+            "batch": (batch,) * 5,
+            "head": (head, P(), P(), P(), P()),
+            "query": (query, P(), P(), query, query),
+            "keys": (query,) * 5,
+        },
+        {"query": {(B, T)}, "keys": {(B, T), (B, T, 2, D), (B, T, 2, E)}},
     ),
     TransformCase(
         "sparse_attention-packed",

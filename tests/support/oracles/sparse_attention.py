@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import numpy as np
+from support.oracles import documents
 from support.oracles.sparse_mla import gate
 
 
@@ -38,6 +39,7 @@ def selections(
     tail_block: bool = False,
     topk_length: np.ndarray | None = None,
     exists: np.ndarray | None = None,
+    segment_ids: np.ndarray | None = None,
     **_: Any,
 ) -> Any:
     """Yields every (b, t, n) with its KV head and the keys that it sees, in order.
@@ -47,21 +49,23 @@ def selections(
     B, T, N, _ = q.shape
     S, G = k.shape[1:3]
     start = np.broadcast_to(query_start, B)
+    bounds = None if segment_ids is None else documents.bounds(segment_ids)
     for b, t, n in np.ndindex(B, T, N):
         g = n // (N // G)
-        p = int(start[b]) + t
+        first, last = (0, S) if bounds is None else (int(x[b, t]) for x in bounds)
+        p = int(start[b]) + t - first
         row = indices[b, t] if indices.ndim == 3 else indices[b, t, g]
         blocks = listed(row, len(row) if topk_length is None else int(topk_length[b, t]))
         if is_causal:
-            count = -(-S // block_size)
+            count = -(-(last - first) // block_size)
             blocks += forced(p, block_size, count, blocks, sink_blocks, local_blocks, tail_block)
-        end = S if key_value_seq_lengths is None else min(S, int(key_value_seq_lengths[b]))
-        end = min(end, p + 1) if is_causal else end
+        end = last if key_value_seq_lengths is None else min(last, int(key_value_seq_lengths[b]))
+        end = min(end, first + p + 1) if is_causal else end
         keys = [
             s
             for j in blocks
             if 0 <= j <= S // block_size
-            for s in range(j * block_size, min((j + 1) * block_size, end))
+            for s in range(first + j * block_size, min(first + (j + 1) * block_size, end))
             if exists is None or exists[b, s]
         ]
         yield (b, t, n), g, keys
