@@ -20,6 +20,7 @@ from jax_dsa.ops.cache import FlatCache, PagedCache
 from jax_dsa.ops.dsa_attention import DSAAux, dsa_attention
 from jax_dsa.ops.fp8_linear import fp8_linear
 from jax_dsa.ops.fp8_matmul import fp8_matmul
+from jax_dsa.ops.gated_pool import gated_pool, mean_pool
 from jax_dsa.ops.htree import (
     HTreeCache,
     HTreeSelection,
@@ -63,6 +64,7 @@ __all__ = [
     "fake_quantize_fp8",
     "fp8_linear",
     "fp8_matmul",
+    "gated_pool",
     "htree_attention",
     "htree_build",
     "htree_decode",
@@ -73,6 +75,7 @@ __all__ = [
     "make_block_mask",
     "masked_attention",
     "masked_attention_varlen",
+    "mean_pool",
     "merge_attention",
     "mqa_decode",
     "nn",

@@ -37,6 +37,11 @@ def selection(index_q: Array, index_k: Array, index_weights: Array, cache: Paged
     assert_type(jax_dsa.dense_indexer_kl_loss(*index, index_q, index_k), Array)
 
 
+def pooling(values: Array, gates: Array, bias: Array) -> None:
+    assert_type(jax_dsa.gated_pool(values, gates, bias), Array)
+    assert_type(jax_dsa.mean_pool(values, 4), Array)
+
+
 def decoding(q: Array, rows: Array, indices: Array) -> None:
     flat = FlatCache.empty(2, 64, fp8=True)
     assert_type(flat.append(rows), FlatCache)
