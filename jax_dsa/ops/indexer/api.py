@@ -9,6 +9,7 @@ import jax.numpy as jnp
 from jax_dsa.core.arguments import key_ranges
 from jax_dsa.core.call import Call
 from jax_dsa.core.checks import FLOATS, FP8, INT32, WIDE_FLOATS, Args
+from jax_dsa.core.deferred import Deferred
 from jax_dsa.core.ffi import Kernel, either
 from jax_dsa.core.op import Pass, differentiable
 from jax_dsa.core.typing import Array, Float, Implementation, Int
@@ -68,11 +69,16 @@ SELECTED_FWD = Pass(
 )
 
 
-def _topk_bwd(call: Call, options: Options, x: Selected, dy: Selection) -> Gradients:
+def refuse_pages(call: Call, options: Options) -> None:
+    """Raises if the keys of a backward pass are in pages."""
     if options.page_size is not None:
         raise NotImplementedError(
             f"{call.op}: gradients through a page table are not supported; gather the keys"
         )
+
+
+def _topk_bwd(call: Call, options: Options, x: Selected, dy: Selection) -> Gradients:
+    refuse_pages(call, options)
     return TOPK_BWD(call, options, x, dy)
 
 
@@ -93,8 +99,10 @@ indexer_selected_op = differentiable(
 )
 
 
-def _weights(args: Args, index_weights: Any) -> Float[Array, "B T J"]:
-    """Returns the checked argument 'index_weights' in float32 or wider."""
+def _weights(args: Args, index_weights: Any) -> Any:
+    """Returns the checked argument 'index_weights' in float32 or wider; ones if it is None."""
+    if index_weights is None:
+        return Deferred(jnp.ones, (), ((args.batch, args.sizes["T"], args.sizes["J"]), jnp.float32))
     weights = args.array("index_weights", index_weights, "B T J", FLOATS)
     return weights if weights.dtype in WIDE_FLOATS else weights.astype(jnp.float32)
 
@@ -105,12 +113,13 @@ def indexer_inputs(
     """Returns the checked arguments of these names, where `index_k` is an array, not a cache."""
     q = args.array("index_q", index_q, "B T J C", (*FLOATS, FP8))
     keys = Keys(args.array("index_k", index_k, "B S C", (q.dtype,)), None, None, None)
-    return _inputs(args, q, keys, index_weights, index_k_scale)
+    return inputs_of(args, q, keys, index_weights, index_k_scale)
 
 
-def _inputs(
+def inputs_of(
     args: Args, q: Array, keys: Keys, index_weights: Any, index_k_scale: Any
 ) -> IndexerOperands:
+    """Returns the checked inputs of the indexer, where `q` and `keys` are checked already."""
     weights = _weights(args, index_weights)
     if index_k_scale is not None:
         index_k_scale = keys.alongside(args, "index_k_scale", index_k_scale, "", WIDE_FLOATS)
@@ -135,7 +144,7 @@ def _operands(
 def indexer_logits(
     index_q: Float[Array, "B T J C"],
     index_k: Float[Array, "B S C"],
-    index_weights: Float[Array, "B T J"],
+    index_weights: Float[Array, "B T J"] | None,
     *,
     index_k_scale: Float[Array, "B S"] | None = None,
     is_causal: bool = False,
@@ -159,7 +168,8 @@ def indexer_logits(
         index_k: Keys, shared by all heads, in the dtype of index_q.
         index_weights: Weight of each head for each query, in float32, or in bfloat16 or float16,
             which become float32. They include the scale of the logits, which is J^-1/2 C^-1/2 in
-            DeepSeek's models and in `jax_dsa.nn`. The operators apply no scale of their own.
+            DeepSeek's models and in `jax_dsa.nn`. The operators apply no scale of their own. None
+            means 1.
         index_k_scale: Scale of each key, float32, for FP8 keys. Default: 1.
         is_causal: Whether query t sees only keys up to its own position `query_start + t`.
         query_start: Position of the first query among the keys: an int, a scalar, or one position
@@ -203,7 +213,7 @@ def indexer_logits(
 def indexer_topk(
     index_q: Float[Array, "B T J C"],
     index_k: Float[Array, "B S C"] | FlatCache | PagedCache,
-    index_weights: Float[Array, "B T J"],
+    index_weights: Float[Array, "B T J"] | None,
     top_k: int,
     *,
     index_k_scale: Float[Array, "B S"] | None = None,
@@ -265,7 +275,7 @@ def indexer_topk(
     call = args.call(implementation)
     q = args.array("index_q", index_q, "B T J C", (*FLOATS, FP8))
     keys = read_keys(args, "index_k", index_k, "C", "1 C", (q.dtype,))
-    inputs = _inputs(args, q, keys, index_weights, index_k_scale)
+    inputs = inputs_of(args, q, keys, index_weights, index_k_scale)
     ranges = key_ranges(args, starts, ends, is_causal, query_start, segment_ids, keys.lengths)
     options = Options(
         relu=args.flag("relu", relu),
@@ -281,7 +291,7 @@ def indexer_topk(
 def indexer_selected_logits(
     index_q: Float[Array, "B T J C"],
     index_k: Float[Array, "B S C"],
-    index_weights: Float[Array, "B T J"],
+    index_weights: Float[Array, "B T J"] | None,
     indices: Int[Array, "B T K"],
     *,
     index_k_scale: Float[Array, "B S"] | None = None,
