@@ -15,6 +15,8 @@ with needs_extra("flax", __name__):
     from jax_dsa.nn.config import AttentionConfig, DecoderConfig, IndexerType
     from jax_dsa.nn.decoder import Block, DecoderLM, SwiGLU
     from jax_dsa.nn.fp4 import fake_quantize_fp4
+    from jax_dsa.nn.grouped import GroupedAttention, GroupedAux
+    from jax_dsa.nn.grouped_config import GroupedConfig
     from jax_dsa.nn.hf import load_hf, save_hf
     from jax_dsa.nn.hf_config import HFLayer, from_hf
     from jax_dsa.nn.hf_dense import sparse_from_hf, sparse_hf_config
@@ -41,6 +43,9 @@ __all__ = [
     "DecoderConfig",
     "DecoderLM",
     "Fp8Linear",
+    "GroupedAttention",
+    "GroupedAux",
+    "GroupedConfig",
     "HFLayer",
     "IndexerInputs",
     "IndexerType",

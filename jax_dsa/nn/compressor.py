@@ -116,7 +116,7 @@ class Compressor(Module):
         complete = x.shape[1] - x.shape[1] % self.ratio
         block_positions = positions[:, : complete : self.ratio]
         if starts is not None:
-            first = functools.partial(_first_positions, self.ratio)
+            first = functools.partial(first_positions, self.ratio)
             block_positions = compat.left_to_compiler(first, block_positions)(positions, starts)
         return self.pool(self.wkv(x), self.wg(x), block_positions, starts)
 
@@ -207,7 +207,7 @@ class Compressor(Module):
         return self.config.rotate(keys, positions)
 
 
-def _first_positions(
+def first_positions(
     ratio: int, positions: Int[Array, "B T"], starts: Int[Array, "B T"]
 ) -> Int[Array, "B W"]:
     """Returns the position of the first token of each block, by block number.

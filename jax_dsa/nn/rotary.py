@@ -27,6 +27,7 @@ def rope(
     layout: RopeLayout = "half",
     frequencies: Sequence[float] | None = None,
     factor: float = 1.0,
+    sections: Sequence[int] | None = None,
 ) -> Float[Array, "B T *H R"]:
     """Rotates pair i of the last axis by `positions * base^(-2i/R)` radians.
 
@@ -41,6 +42,10 @@ def rope(
         layout: "half" pairs element i with i + R/2, "interleaved" pairs 2i with 2i + 1.
         frequencies: R/2 frequencies in radians per position, which replace those of `base`.
         factor: Multiplies the rotated elements.
+        sections: Numbers of the pairs that rotate by the first, second and third position of a
+            token, in time, height and width, as in Qwen3.8. `positions` are then [3, B, T]. Pairs
+            1, 4, 7, ... rotate by the second position and pairs 2, 5, 8, ... by the third, as many
+            as `sections` says, and all others by the first.
 
     Returns:
         The rotated array, in the shape and dtype of `x`.
@@ -48,7 +53,8 @@ def rope(
     Raises:
         TypeError: If `x` holds no floats, or `positions` no integers.
         ValueError: If the axes of `positions` are not the first ones of `x`, R is odd, `layout` is
-            unknown, `base` is not positive, or the number of `frequencies` is not R/2.
+            unknown, `base` is not positive, the number of `frequencies` is not R/2, or `sections`
+            are not those of R/2 pairs.
 
     Examples:
         >>> import math, jax.numpy as jnp
@@ -63,8 +69,12 @@ def rope(
     args = Args("rope", "x", np.empty(0), "R")
     x = args.typed("x", x, FLOATS)
     positions = args.typed("positions", positions, INT32)
-    fits = positions.ndim < x.ndim and positions.shape == x.shape[: positions.ndim]
-    args.shape("positions", positions, fits, f"the first axes of x {x.shape}")
+    axes = positions.shape if sections is None else positions.shape[1:]
+    fits = len(axes) < x.ndim and axes == x.shape[: len(axes)]
+    want = f"the first axes of x {x.shape}"
+    if sections is not None:
+        fits, want = fits and positions.shape[:1] == (3,), f"3 and then {want} with 'sections'"
+    args.shape("positions", positions, fits, want)
     if layout not in ROPE_LAYOUTS:
         raise ValueError(f"rope: argument 'layout' is {layout!r}, expected one of {ROPE_LAYOUTS}")
     width = x.shape[-1]
@@ -83,8 +93,14 @@ def rope(
             f"rope: argument 'frequencies' has {len(frequencies)} numbers, expected {width // 2} "
             f"because the last axis of x has {width} elements"
         )
+    if sections is None:
+        positions = positions[..., None]
+    else:
+        pairs = width // 2
+        args.option("sections", sections, are_sections(sections, pairs), f"those of {pairs} pairs")
+        positions = _by_pair(positions, sections, pairs)
     angle = _angles(positions, frequency)
-    angle = angle.reshape(*positions.shape, *(1,) * (x.ndim - positions.ndim - 1), width // 2)
+    angle = angle.reshape(*axes, *(1,) * (x.ndim - len(axes) - 1), width // 2)
     cos, sin = factor * jnp.cos(angle), factor * jnp.sin(angle)
     exact = x.astype(jnp.float32)
     if layout == "half":
@@ -96,8 +112,27 @@ def rope(
     return rotated.astype(x.dtype)
 
 
-def _angles(positions: Int[Array, "B T"], frequencies: np.ndarray) -> Float[Array, "B T R/2"]:
+def are_sections(sections: Sequence[int], pairs: int) -> bool:
+    """Returns whether `rope` can divide so many pairs into three sections of these sizes."""
+    sizes = tuple(sections)
+    known = len(sizes) == 3 and all(isinstance(n, int) and n >= 0 for n in sizes)
+    return known and sum(sizes) == pairs and sizes[1] <= (pairs + 1) // 3 and sizes[2] <= pairs // 3
+
+
+def _by_pair(
+    positions: Int[Array, "3 B T"], sections: Sequence[int], pairs: int
+) -> Int[Array, "B T R/2"]:
+    """Returns the position that each pair rotates by."""
+    number = np.arange(pairs)
+    axis = np.where(number // 3 < np.asarray(sections)[number % 3], number % 3, 0)
+    first, second, third = positions[..., None]
+    return jnp.where(axis == 1, second, jnp.where(axis == 2, third, first))
+
+
+def _angles(positions: Int[Array, "B T 1|R/2"], frequencies: np.ndarray) -> Float[Array, "B T R/2"]:
     """Returns positions * frequencies modulo 2 pi, in -pi..pi.
+
+    The positions of a token are one for all pairs, or one for each.
 
     A float32 product would be off by 0.03 radians at position 2^20. A frequency in turns per
     position therefore is the sum of an integer number of 2^-32 turns and a remainder. The product
@@ -108,7 +143,6 @@ def _angles(positions: Int[Array, "B T"], frequencies: np.ndarray) -> Float[Arra
     whole = np.rint(turns)
     rest = ((turns - whole) * 2.0**-32).astype(np.float32)
     steps = (whole % 2.0**32).astype(np.uint32).view(np.int32)
-    positions = positions[..., None]
     product = (positions * steps).astype(jnp.float32) * np.float32(2.0**-32)
     return (product + positions.astype(jnp.float32) * rest) * np.float32(2 * np.pi)
 

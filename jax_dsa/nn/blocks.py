@@ -1,0 +1,177 @@
+"""Selection of blocks of keys, and the loss of the indexer that selects them.
+
+Blocks are numbered within a query's document, as in `sparse_attention`: block j of a document that
+begins at token s has the tokens s + j block_size to s + (j + 1) block_size.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import jax
+import jax.numpy as jnp
+
+from jax_dsa.core.typing import Array, Float, Int
+from jax_dsa.ops.attn_dist import attn_dist
+from jax_dsa.ops.indexer import indexer_block_topk, indexer_selected_logits, indexer_topk
+from jax_dsa.ops.losses import dense_indexer_kl_loss, indexer_kl_loss
+
+if TYPE_CHECKING:
+    from jax_dsa.nn.grouped_config import GroupedConfig
+    from jax_dsa.ops.cache import FlatCache, PagedCache
+
+Blocks = Int[Array, "B T G K"] | Int[Array, "B T K"]
+"""The blocks of each query: a list for each KV head with "max", one list with "mean"."""
+
+
+def selectable(
+    c: GroupedConfig, blocks: Blocks, starts: Int[Array, "B T"], ends: Int[Array, "B T"]
+) -> Blocks:
+    """Returns the selected blocks, with -1 for those that the query may not select.
+
+    Args:
+        c: Configuration of the layer.
+        blocks: Numbers of the selected blocks, int32.
+        starts: First token of each query's document, int32.
+        ends: One past each query's own token, int32.
+    """
+    length = (ends - starts).reshape(*ends.shape, *(1,) * (blocks.ndim - 2))
+    # A block that is not complete can only be selected by its best key.
+    count = length // c.block_size if c.indexer == "mean" else -(-length // c.block_size)
+    return jnp.where((blocks >= 0) & (blocks < count), blocks, -1)
+
+
+def select(
+    c: GroupedConfig,
+    index_q: Float[Array, "B T J C"],
+    index_k: Float[Array, "B S C"] | FlatCache | PagedCache,
+    starts: Int[Array, "B T"] | None,
+    ends: Int[Array, "B T"],
+) -> tuple[Blocks, Float[Array, "B T K"] | None]:
+    """Returns the blocks that the indexer selects, and with "mean" their logits.
+
+    Args:
+        c: Configuration of the layer.
+        index_q: Queries.
+        index_k: Keys of tokens with "max", of blocks with "mean".
+        starts: First token of each query's document, int32; None: each sequence is one document.
+        ends: One past each query's own token, int32.
+    """
+    if c.indexer == "max":
+        blocks, _ = indexer_block_topk(
+            *(index_q, index_k, None, c.top_k),
+            block_size=c.block_size,
+            per_head=True,
+            sink_blocks=c.sink_blocks,
+            local_blocks=c.local_blocks,
+            starts=starts,
+            ends=ends,
+            relu=False,
+        )
+        return blocks, None
+    begin = None if starts is None else starts // c.block_size
+    end = ends // c.block_size if starts is None else begin + (ends - starts) // c.block_size
+    weights = _weights(c, index_q)
+    slots, logits = indexer_topk(index_q, index_k, weights, c.top_k, starts=begin, ends=end)
+    blocks = slots if begin is None else slots - begin[..., None]
+    return jnp.where(slots < 0, -1, blocks), logits
+
+
+def tokens_of_blocks(
+    c: GroupedConfig, blocks: Blocks, starts: Int[Array, "B T"], ends: Int[Array, "B T"]
+) -> Int[Array, "B T *G S"]:
+    """Returns the tokens of the selected blocks that each query sees, -1 in other slots.
+
+    The arguments are those of `selectable`. A block has `block_size` slots.
+    """
+    shape = *ends.shape, *(1,) * (blocks.ndim - 1)
+    offsets = jnp.arange(c.block_size, dtype=jnp.int32)
+    tokens = starts.reshape(shape) + blocks[..., None] * c.block_size + offsets
+    tokens = jnp.where((blocks[..., None] >= 0) & (tokens < ends.reshape(shape)), tokens, -1)
+    return tokens.reshape(*blocks.shape[:-1], blocks.shape[-1] * c.block_size)
+
+
+def selected_loss(
+    c: GroupedConfig,
+    index_q: Float[Array, "B T J C"],
+    index_k: Float[Array, "B S C"],
+    blocks: Blocks,
+    q: Float[Array, "B T N D"],
+    k: Float[Array, "B T G D"],
+    lse: Float[Array, "B T N"],
+    starts: Int[Array, "B T"],
+    ends: Int[Array, "B T"],
+    logits: Float[Array, "B T K"] | None,
+) -> Float[Array, ""]:
+    """Returns the indexer's loss over the selected blocks.
+
+    With "max", each of the indexer's heads is compared with the heads of its group by token, over
+    the tokens of the selected blocks. With "mean", the indexer is compared with all heads by block,
+    over the selected blocks, whose probabilities are the sums of their tokens'.
+
+    Args:
+        c: Configuration of the layer.
+        index_q: Queries of the indexer.
+        index_k: Its keys.
+        blocks: The selected blocks.
+        q: Queries of the attention, which count as constants.
+        k: Keys of the attention, which count as constants.
+        lse: Log of the sum of exponentials of the attention's scores.
+        starts: As in `selectable`.
+        ends: As in `selectable`.
+        logits: With "mean", the logits of the blocks, if the indexer selected them.
+    """
+    q, k, lse = jax.lax.stop_gradient((q, k, lse))
+    tokens = tokens_of_blocks(c, blocks, starts, ends)
+    heads = c.num_heads // c.kv_heads
+    teacher = attn_dist(q, k, tokens, lse, scale=c.scale, head_group=heads)
+    if c.indexer == "mean":
+        teacher = teacher.sum(1).reshape(*blocks.shape, c.block_size).sum(-1)
+        if logits is None:
+            slots = jnp.where(blocks < 0, -1, blocks + (starts // c.block_size)[..., None])
+            logits = indexer_selected_logits(index_q, index_k, _weights(c, index_q), slots)
+        return indexer_kl_loss(logits, teacher, blocks >= 0)
+
+    def of_head(index_q: Array, tokens: Array, teacher: Array) -> Array:
+        index_q = index_q[:, :, None]
+        weights = _weights(c, index_q)
+        logits = indexer_selected_logits(index_q, index_k, weights, tokens, relu=False)
+        return indexer_kl_loss(logits, teacher, tokens >= 0)
+
+    return jax.vmap(of_head, in_axes=(2, 2, 1))(index_q, tokens, teacher).mean()
+
+
+def warmup_loss(
+    c: GroupedConfig,
+    index_q: Float[Array, "B T J C"],
+    index_k: Float[Array, "B S C"],
+    q: Float[Array, "B T N D"],
+    k: Float[Array, "B T G D"],
+    starts: Int[Array, "B T"] | None,
+) -> Float[Array, ""]:
+    """Returns the indexer's loss over everything that a query sees, as tokens or as blocks.
+
+    The arguments are those of `selected_loss`; `starts` is None if each sequence is one document.
+    """
+    q, k = jax.lax.stop_gradient((q, k))
+    batch, length, _, dim = q.shape
+
+    def loss(index_q: Array, q: Array, k: Array, **how: bool) -> Array:
+        weights = _weights(c, index_q)
+        return dense_indexer_kl_loss(
+            *(index_q, index_k, weights, q, k), scale=c.scale, segment_ids=starts, **how
+        )
+
+    if c.indexer == "mean":
+        raise NotImplementedError("the warm-up over pools")
+
+    def of_head(index_q: Array, q: Array, k: Array) -> Array:
+        return loss(index_q[:, :, None], q, k[:, :, None], relu=False)
+
+    q = q.reshape(batch, length, c.kv_heads, c.num_heads // c.kv_heads, dim)
+    return jax.vmap(of_head, in_axes=2)(index_q, q, k).mean()
+
+
+def _weights(c: GroupedConfig, index_q: Float[Array, "B T J C"]) -> Float[Array, "B T J"]:
+    """Returns head weights that give the logits the scale of the loss."""
+    return jnp.full(index_q.shape[:3], c.index_scale, jnp.float32)

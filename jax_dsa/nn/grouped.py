@@ -1,0 +1,238 @@
+"""Grouped-query attention to blocks of keys that an indexer selects.
+
+MiniMax-M3 selects blocks of 128 keys by their best key, for each KV head on its own. Qwen3.8
+selects blocks of 4 keys by the mean of their keys, and adds the tokens after the last complete
+block.
+
+Sources: MiniMax-M3 and its kernels (2026); Qwen3.8-Flash-Next (2026); their configurations and
+names in `transformers`.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+
+from jax_dsa.core.checks import INT32
+from jax_dsa.core.export import exportable
+from jax_dsa.core.typing import Array, Float, Int
+from jax_dsa.nn.arguments import check_module, hidden_states
+from jax_dsa.nn.blocks import select, selectable, selected_loss, warmup_loss
+from jax_dsa.nn.grouped_config import GroupedConfig
+from jax_dsa.nn.grouped_indexer import GroupedIndexer
+from jax_dsa.nn.head_norm import RotaryHeadNorm
+from jax_dsa.nn.linear import projection
+from jax_dsa.nn.positions import token_positions
+from jax_dsa.nn.scopes import Module, scoped
+from jax_dsa.ops.masked_attention import masked_attention
+from jax_dsa.ops.sparse_attention import sparse_attention
+
+if TYPE_CHECKING:
+    from jax_dsa.core.checks import Args
+    from jax_dsa.nn.blocks import Blocks
+    from jax_dsa.nn.config import IndexerType
+
+
+@exportable
+class GroupedAux(NamedTuple):
+    """What a layer returns beside its output.
+
+    Under `jax.jit`, results that nothing reads cost nothing.
+
+    Attributes:
+        kl: The indexer's loss, in nats, the mean over queries and, with "max", over the indexer's
+            heads. In sparse attention it compares the selected blocks, in dense attention
+            everything that a query sees. None without an indexer.
+        lse: Log of the sum of exponentials of each head's scores, float32.
+        indices: The blocks that each query selected, int32, -1 in empty slots: a list for each KV
+            head with "max", one list with "mean". Blocks are numbered within the query's document.
+            None in dense attention.
+    """
+
+    kl: Float[Array, ""] | None
+    lse: Float[Array, "B T N"]
+    indices: Int[Array, "B T G K"] | Int[Array, "B T K"] | None
+
+
+class GroupedAttention(Module):
+    """Grouped-query attention to the blocks that an indexer selects; see `GroupedConfig`.
+
+    The attribute `indexer` holds the indexer. Its own loss, `aux.kl`, trains its parameters and no
+    others; any other loss has exactly zero gradient for them.
+
+    Args:
+        config: Sizes and switches of the layer.
+        indexer_type: "full" gives the layer the indexer that `config.indexer` describes. A layer of
+            type "shared" has none and takes another layer's selection.
+        rngs: Random streams that initialise the parameters.
+
+    Raises:
+        TypeError: If `config` or `rngs` has the wrong type.
+        ValueError: If `indexer_type` is neither "full" nor "shared", or is "shared" without
+            `config.indexer`.
+
+    Examples:
+        >>> import jax.numpy as jnp
+        >>> from flax import nnx
+        >>> from jax_dsa import nn
+        >>> config = nn.GroupedConfig(
+        ...     model_dim=16, num_heads=4, kv_heads=2, head_dim=8, rope_dim=4, indexer="max",
+        ...     block_size=4, top_k=2, index_heads=2, index_dim=8,
+        ... )
+        >>> layer = nn.GroupedAttention(config, rngs=nnx.Rngs(0))
+        >>> y, aux = layer(jnp.ones((1, 9, 16)))
+        >>> y.shape, aux.indices.shape
+        ((1, 9, 16), (1, 9, 2, 2))
+    """
+
+    def __init__(
+        self, config: GroupedConfig, indexer_type: IndexerType = "full", *, rngs: nnx.Rngs
+    ) -> None:
+        check_module("GroupedAttention", config, GroupedConfig, rngs)
+        c = config
+        types = ("full",) if c.indexer is None else ("full", "shared")
+        if indexer_type not in types:
+            raise ValueError(
+                f"GroupedAttention: argument 'indexer_type' is {indexer_type!r}, expected one of "
+                f"{types} with indexer={c.indexer!r}"
+            )
+        self.config = config
+        queries, keys = c.num_heads * c.head_dim, c.kv_heads * c.head_dim
+        self.wq = projection(c, c.model_dim, queries, rngs, bias=c.bias)
+        self.wk = projection(c, c.model_dim, keys, rngs, bias=c.bias)
+        self.wv = projection(c, c.model_dim, keys, rngs, bias=c.bias)
+        self.wg = projection(c, c.model_dim, queries, rngs, bias=c.bias) if c.gate else None
+        self.wo = projection(c, queries, c.model_dim, rngs, bias=c.bias)
+        self.q_norm = RotaryHeadNorm(c, c.head_dim)
+        self.k_norm = RotaryHeadNorm(c, c.head_dim)
+        has_indexer = c.indexer is not None and indexer_type == "full"
+        self.indexer = GroupedIndexer(c, rngs=rngs) if has_indexer else None
+
+    @scoped
+    def __call__(
+        self,
+        x: Float[Array, "B T M"],
+        *,
+        indices: Int[Array, "B T G K"] | Int[Array, "B T K"] | None = None,
+        positions: Int[Array, "B T"] | Int[Array, "3 B T"] | None = None,
+        segment_ids: Int[Array, "B T"] | None = None,
+        sparse: bool = True,
+    ) -> tuple[Float[Array, "B T M"], GroupedAux]:
+        """Computes causal attention among the tokens of `x`.
+
+        Args:
+            x: Hidden states.
+            indices: Blocks to attend to, int32, such as an earlier run's `aux.indices`. Blocks that
+                a query may not select are treated as empty slots. By default the indexer selects
+                the blocks. A layer with `indexer_type="shared"` needs them.
+            positions: Positions of the tokens, int32, which only RoPE reads. With
+                `config.mrope_sections` they may be [3, B, T]. By default each document counts from
+                0.
+            segment_ids: Document numbers, int32, for several documents in one sequence, as in
+                `DSAttention`. The blocks of a document begin with its first token.
+            sparse: True attends to the selected blocks. False attends to all keys, and `aux.kl` is
+                then the indexer's warm-up loss over all of them.
+
+        Returns:
+            The hidden states, in `config.dtype` whatever the dtype of `x`, and what else the layer
+            computed.
+
+        Raises:
+            TypeError: If an argument has the wrong type.
+            ValueError: If an argument has the wrong shape, or if a selection is missing, or given
+                where the layer takes none.
+        """
+        c = self.config
+        args, x = hidden_states("GroupedAttention", self, x, c.model_dim)
+        sparse = args.flag("sparse", sparse)
+        indices = self._checked_selection(args, indices, sparse)
+        rotary, starts = self._positions(args, x, positions, segment_ids)
+        q, k, v = self._project(x, rotary)
+        index = None
+        if self.indexer is not None:
+            index_q = self.indexer.queries(x, rotary)
+            index = index_q, self.indexer.keys(self.indexer.raw_keys(x), rotary, starts)
+        if not sparse or c.indexer is None:
+            # A document's start identifies it.
+            own = None if starts is None else (starts, starts)
+            out, lse = masked_attention(
+                q, k, v, scale=c.scale, is_causal=True, segment_ids=own, return_lse=True
+            )
+            kl = None if index is None else warmup_loss(c, *index, q, k, starts)
+            return self._result(x, out, kl, lse, None)
+        ends = jnp.broadcast_to(jnp.arange(1, x.shape[1] + 1, dtype=jnp.int32), x.shape[:2])
+        first, logits = jnp.zeros_like(ends) if starts is None else starts, None
+        if indices is not None:
+            indices = selectable(c, indices, first, ends)
+        else:
+            assert index is not None
+            indices, logits = select(c, *index, starts, ends)
+        out, lse = sparse_attention(
+            *(q, k, v, indices),
+            block_size=c.block_size,
+            scale=c.scale,
+            is_causal=True,
+            segment_ids=starts,
+            tail_block=c.indexer == "mean",
+            return_lse=True,
+        )
+        kl = None
+        if index is not None:
+            kl = selected_loss(c, *index, indices, q, k, lse, first, ends, logits)
+        return self._result(x, out, kl, lse, indices)
+
+    def _positions(
+        self, args: Args, x: Array, positions: Any, segment_ids: Any
+    ) -> tuple[Array, Int[Array, "B T"] | None]:
+        """Returns the rotary positions, and the first token of each token's document."""
+        in_space = None
+        if self.config.mrope_sections is not None and jnp.ndim(positions) == 3:
+            in_space = args.array("positions", positions, "3 B T", INT32)
+            positions = None
+        rotary, starts, _ = token_positions("GroupedAttention", x, positions, segment_ids)
+        return rotary if in_space is None else in_space, starts
+
+    def _project(
+        self, x: Float[Array, "B T M"], positions: Array
+    ) -> tuple[Float[Array, "B T N D"], Float[Array, "B T G D"], Float[Array, "B T G D"]]:
+        """Returns queries, keys and values."""
+        c, tokens = self.config, x.shape[:2]
+        q = self.wq(x).reshape(*tokens, c.num_heads, c.head_dim)
+        k, v = (w(x).reshape(*tokens, c.kv_heads, c.head_dim) for w in (self.wk, self.wv))
+        return self.q_norm(q, positions), self.k_norm(k, positions), v
+
+    def _output(
+        self, x: Float[Array, "B T M"], out: Float[Array, "B T N D"]
+    ) -> Float[Array, "B T M"]:
+        """Returns hidden states for the heads' outputs at the tokens `x`."""
+        out = out.reshape(*out.shape[:2], out.shape[2] * out.shape[3])
+        if self.wg is not None:
+            out = out * jax.nn.sigmoid(self.wg(x))
+        return self.wo(out)
+
+    def _result(
+        self, x: Array, out: Array, kl: Array | None, lse: Array, indices: Array | None
+    ) -> tuple[Float[Array, "B T M"], GroupedAux]:
+        if kl is not None:
+            # The barrier keeps XLA from postponing the losses of all layers, as in `dsa_attention`.
+            out, kl = jax.lax.optimization_barrier((out, kl))
+        return self._output(x, out), GroupedAux(kl, lse, indices)
+
+    def _checked_selection(self, args: Args, indices: Any, sparse: bool) -> Blocks | None:
+        """Returns the checked argument 'indices'."""
+        c = self.config
+        if indices is None:
+            if sparse and c.indexer is not None and self.indexer is None:
+                raise ValueError(
+                    f"{args.op}: argument 'indices' is None, expected a selection because the "
+                    f"layer has no indexer (indexer_type='shared')"
+                )
+            return None
+        if not sparse or c.indexer is None:
+            why = "sparse=False" if not sparse else "indexer=None"
+            raise ValueError(f"{args.op}: argument 'indices' is given, expected None with {why}")
+        args.bind("G", c.kv_heads, "'config.kv_heads'")
+        return args.array("indices", indices, "B T G K" if c.indexer == "max" else "B T K", INT32)
