@@ -112,6 +112,7 @@ MODELS = {
             "layer_types": ["indexed_attention"] * 3,
             "indexer_types": ["full", "shared", "full"],
             "index_kpool": 4,
+            "pad_token_id": None,
         },
     ),
     "hy_v4": Model(
