@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 from jax_dsa.core.call import plain_xla
 from jax_dsa.core.capabilities import capabilities
 from jax_dsa.core.ffi import export_checks
+from jax_dsa.core.rows import block_tokens
 from jax_dsa.ops.attention_probs import attention_probs
 from jax_dsa.ops.attn_dist import attn_dist
 from jax_dsa.ops.block_mask import BlockMask, make_block_mask, relu_mask, topk_indices, topk_mask
@@ -56,6 +57,7 @@ __all__ = [
     "__version__",
     "attention_probs",
     "attn_dist",
+    "block_tokens",
     "block_topk",
     "capabilities",
     "dense_indexer_kl_loss",

@@ -12,7 +12,10 @@ from jax_dsa.core.typing import Array, Float, Implementation, Int
 from jax_dsa.ops.gated_pool import cuda, xla
 from jax_dsa.ops.gated_pool.spec import Operands, Options, Results
 
-_LIMITS = f"gates; bfloat16, float16 and float32; R H to {cuda.MAX_POOLED}; D a multiple of {cuda.DIM_MULTIPLE}"
+_LIMITS = (
+    f"gates; bfloat16, float16 and float32; R H to {cuda.MAX_POOLED}; D a multiple of "
+    f"{cuda.DIM_MULTIPLE}"
+)
 
 FWD = Pass(
     "gated_pool_fwd",
