@@ -16,9 +16,9 @@ from support.hf_layers import (
     assert_close,
     decode_ours,
     empty_caches,
+    first_key,
     run_ours,
     same_selection,
-    tokens_per_key,
 )
 from support.parity import (
     BATCH,
@@ -150,12 +150,12 @@ def test_packed_documents(kind: str) -> None:
                 same = np.ones((BATCH, n), bool)
                 if picked[i] is not None:
                     same = same_selection(alone[i], picked[i], last, what)
-                    ratio = tokens_per_key(spec.config)
+                    first = first_key(spec.config, start)
                     here = np.asarray(selections[i])[:, start : start + n]
                     ours, separate = (
                         np.sort(k, -1)[..., ::-1] for k in (here, np.asarray(alone[i]))
                     )
-                    ours, width = np.where(ours >= 0, ours - start // ratio, -1), separate.shape[-1]
+                    ours, width = np.where(ours >= 0, ours - first, -1), separate.shape[-1]
                     np.testing.assert_array_equal(ours[..., :width], separate, what)
                     assert (ours[..., width:] < 0).all(), what
                 assert_close(

@@ -36,7 +36,7 @@ safetensors_torch = pytest.importorskip("safetensors.torch", reason="needs the e
 def test_saved_weights_equal_loaded_weights(kind: str, tmp_path: pathlib.Path) -> None:
     """The weights come from arrays, and in bfloat16 from a file."""
     layers = stack(kind)[2]
-    fill(layers, 0)
+    fill(kind, layers, 0)
     for i, (module, layer) in enumerate(zip(our_layers(kind), layers, strict=True)):
         want, prefix = tensors(layer), f"model.layers.{i}.self_attn."
         got = nn.save_hf(load(kind, module, want))

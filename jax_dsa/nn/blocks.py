@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 import jax
 import jax.numpy as jnp
 
+from jax_dsa.core.rows import block_tokens
 from jax_dsa.core.typing import Array, Float, Int
 from jax_dsa.ops.attn_dist import attn_dist
 from jax_dsa.ops.indexer import indexer_block_topk, indexer_selected_logits, indexer_topk
@@ -69,12 +70,13 @@ def select(
             relu=False,
         )
         return blocks, None
-    begin = None if starts is None else starts // c.block_size
-    end = ends // c.block_size if starts is None else begin + (ends - starts) // c.block_size
-    weights = _weights(c, index_q)
-    slots, logits = indexer_topk(index_q, index_k, weights, c.top_k, starts=begin, ends=end)
-    blocks = slots if begin is None else slots - begin[..., None]
-    return jnp.where(slots < 0, -1, blocks), logits
+    keys = index_q, index_k, _weights(c, index_q), c.top_k
+    if starts is None:
+        return indexer_topk(*keys, ends=ends // c.block_size)
+    begin = starts // c.block_size
+    end = begin + (ends - starts) // c.block_size
+    slots, logits = indexer_topk(*keys, starts=begin, ends=end)
+    return jnp.where(slots < 0, -1, slots - begin[..., None]), logits
 
 
 def tokens_of_blocks(
@@ -84,11 +86,10 @@ def tokens_of_blocks(
 
     The arguments are those of `selectable`. A block has `block_size` slots.
     """
-    shape = *ends.shape, *(1,) * (blocks.ndim - 1)
-    offsets = jnp.arange(c.block_size, dtype=jnp.int32)
-    tokens = starts.reshape(shape) + blocks[..., None] * c.block_size + offsets
-    tokens = jnp.where((blocks[..., None] >= 0) & (tokens < ends.reshape(shape)), tokens, -1)
-    return tokens.reshape(*blocks.shape[:-1], blocks.shape[-1] * c.block_size)
+    shape = *ends.shape, *(1,) * (blocks.ndim - 2)
+    positions = block_tokens(blocks, c.block_size)
+    tokens = starts.reshape(shape) + positions
+    return jnp.where((positions >= 0) & (tokens < ends.reshape(shape)), tokens, -1)
 
 
 def selected_loss(
@@ -156,17 +157,17 @@ def warmup_loss(
     q, k = jax.lax.stop_gradient((q, k))
     batch, length, _, dim = q.shape
 
-    def loss(index_q: Array, q: Array, k: Array, **how: bool) -> Array:
-        weights = _weights(c, index_q)
-        return dense_indexer_kl_loss(
-            *(index_q, index_k, weights, q, k), scale=c.scale, segment_ids=starts, **how
-        )
-
     if c.indexer == "mean":
         raise NotImplementedError("the warm-up over pools")
 
     def of_head(index_q: Array, q: Array, k: Array) -> Array:
-        return loss(index_q[:, :, None], q, k[:, :, None], relu=False)
+        index_q = index_q[:, :, None]
+        return dense_indexer_kl_loss(
+            *(index_q, index_k, _weights(c, index_q), q, k[:, :, None]),
+            scale=c.scale,
+            segment_ids=starts,
+            relu=False,
+        )
 
     q = q.reshape(batch, length, c.kv_heads, c.num_heads // c.kv_heads, dim)
     return jax.vmap(of_head, in_axes=2)(index_q, q, k).mean()

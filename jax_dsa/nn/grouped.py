@@ -189,7 +189,7 @@ class GroupedAttention(Module):
     ) -> tuple[Array, Int[Array, "B T"] | None]:
         """Returns the rotary positions, and the first token of each token's document."""
         in_space = None
-        if self.config.mrope_sections is not None and jnp.ndim(positions) == 3:
+        if self.config.mrope_sections is not None and getattr(positions, "ndim", 2) == 3:
             in_space = args.array("positions", positions, "3 B T", INT32)
             positions = None
         rotary, starts, _ = token_positions("GroupedAttention", x, positions, segment_ids)

@@ -15,6 +15,7 @@ from flax import nnx
 from jax_dsa.core.checks import FLOATS, Args
 from jax_dsa.nn.attention import DSAttention
 from jax_dsa.nn.compressed import CompressedAttention
+from jax_dsa.nn.grouped import GroupedAttention
 from jax_dsa.nn.hf_fp8 import (
     SCALE_NAMES,
     BlockSize,
@@ -23,23 +24,23 @@ from jax_dsa.nn.hf_fp8 import (
     dequantized,
     is_fp8,
 )
-from jax_dsa.nn.hf_names import INDEXER, HFTensor, hf_tensors, transformers_name
+from jax_dsa.nn.hf_names import INDEXER, Attention, HFTensor, hf_tensors, transformers_name
 from jax_dsa.nn.safetensors import SafeTensors, read_json
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-Attention = TypeVar("Attention", DSAttention, CompressedAttention)
+Layer = TypeVar("Layer", DSAttention, CompressedAttention, GroupedAttention)
 
 
 def load_hf(
-    module: Attention,
+    module: Layer,
     tensors: Mapping[str, Any] | str | os.PathLike[str],
     prefix: str = "",
     *,
     weight_block_size: Sequence[int] | None = None,
     new_indexer: bool = False,
-) -> Attention:
+) -> Layer:
     """Loads a checkpoint's weights into an attention layer, in place.
 
     Each parameter keeps its dtype and sharding. All values are computed before the first parameter
@@ -75,7 +76,7 @@ def load_hf(
         ValueError: If a weight has the wrong shape or dtype, the module has no parameter for it, an
             FP8 weight has no scales or scales of the wrong shape, a parameter's dtype cannot hold
             a value, or a file is broken. With `new_indexer`, if the checkpoint has weights of the
-            indexer, or the module is no `DSAttention` with an indexer that has values.
+            indexer, or the module is a `CompressedAttention` or has no indexer that has values.
 
     Examples:
         >>> import jax.numpy as jnp
@@ -107,9 +108,7 @@ def load_hf(
     return module
 
 
-def save_hf(
-    module: DSAttention | CompressedAttention, prefix: str = "", *, dtype: Any = None
-) -> dict[str, np.ndarray]:
+def save_hf(module: Attention, prefix: str = "", *, dtype: Any = None) -> dict[str, np.ndarray]:
     """Returns an attention layer's weights by their names in `transformers`.
 
     `load_hf` takes the result.
@@ -166,16 +165,16 @@ def tensors_of(tensors: Any) -> Mapping[str, Any]:
 
 
 def _check_module(op: str, module: Any) -> None:
-    if not isinstance(module, DSAttention | CompressedAttention):
+    if not isinstance(module, Attention):
         raise TypeError(
             f"{op}: argument 'module' is {type(module).__name__}, expected a whole attention "
-            f"layer, a DSAttention or CompressedAttention"
+            f"layer, a DSAttention, CompressedAttention or GroupedAttention"
         )
 
 
-def _check_new_indexer(module: DSAttention | CompressedAttention) -> None:
+def _check_new_indexer(module: Attention) -> None:
     """Raises ValueError unless the module has a lightning indexer with values."""
-    indexer = module.indexer if isinstance(module, DSAttention) else None
+    indexer = None if isinstance(module, CompressedAttention) else module.indexer
     if indexer is None:
         raise ValueError(
             f"load_hf: argument 'module' is a {type(module).__name__} without a lightning indexer, "
@@ -202,7 +201,7 @@ def _label(tensors: Mapping[str, Any], name: str) -> str:
 
 
 def _match(
-    module: DSAttention | CompressedAttention,
+    module: Attention,
     tensors: Mapping[str, Any],
     prefix: str,
     new_indexer: bool,
@@ -262,7 +261,7 @@ def _match(
 
 
 def _hint(
-    module: DSAttention | CompressedAttention,
+    module: Attention,
     tensors: Mapping[str, Any],
     prefix: str,
     names: Mapping[str, str],

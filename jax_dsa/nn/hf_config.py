@@ -6,7 +6,6 @@ the user's model.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -16,8 +15,10 @@ import numpy as np
 from jax_dsa.core.checks import FLOATS, Args
 from jax_dsa.nn.compressed_config import CompressedConfig
 from jax_dsa.nn.config import AttentionConfig, IndexerType
+from jax_dsa.nn.grouped_config import GroupedConfig
 from jax_dsa.nn.hf_fields import Fields, read_fields
-from jax_dsa.nn.rotary import yarn_frequencies
+from jax_dsa.nn.hf_grouped import minimax_m3_configs, qwen4_exp_configs
+from jax_dsa.nn.hf_rope import rope_parameters, rotation, scale_factor
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -32,14 +33,15 @@ class HFLayer(NamedTuple):
 
     Attributes:
         config: An `AttentionConfig` for `DSAttention`, a `CompressedConfig` for
-            `CompressedAttention`. None if `jax_dsa.nn` has no such attention, as for the layers of
-            linear attention in GLM-5.3-Flash; the layer's other fields then mean nothing.
-        indexer_type: Second argument of `DSAttention`.
+            `CompressedAttention`, or a `GroupedConfig` for `GroupedAttention`. None if `jax_dsa.nn`
+            has no such attention, as for the layers of linear attention in GLM-5.3-Flash and
+            Qwen3.8; the layer's other fields then mean nothing.
+        indexer_type: Second argument of `DSAttention` and `GroupedAttention`.
         kv_source: Number of the layer whose keys this one attends to: its own number, or that of an
             earlier layer, whose `aux.kv` it takes as `kv`.
     """
 
-    config: AttentionConfig | CompressedConfig | None
+    config: AttentionConfig | CompressedConfig | GroupedConfig | None
     indexer_type: IndexerType
     kv_source: int
 
@@ -51,15 +53,16 @@ def from_hf(
 
     As in `transformers`, `rms_norm_eps` belongs to the norms of the residual stream, and so to your
     model (`DecoderConfig.norm_eps`). In attention it holds for the norms of DeepSeek-V4, for the
-    norms of the latents of Mistral-Large-4 and GLM-5.3-Flash and for the indexer of Hy4; all others
-    have 1e-6.
+    norms of the latents of Mistral-Large-4 and GLM-5.3-Flash, for the indexer of Hy4, and for the
+    norms of MiniMax-M3 and Qwen3.8; all others have 1e-6.
 
     Args:
         config: The configuration, the dictionary that its `to_dict` returns, or a published
             `config.json`: its dictionary, its path, or the path of its directory. If it contains a
             `text_config`, that one counts. The model types `deepseek_v32`, `glm_moe_dsa`,
-            `glm5_next`, `hy_v4`, `mistral_large4` (by its `text_config`) and `deepseek_v4` are
-            supported. For a dense model, pass the result of `sparse_hf_config`.
+            `glm5_next`, `hy_v4`, `mistral_large4` (by its `text_config`), `deepseek_v4`,
+            `minimax_m3_vl` and `qwen4_exp` are supported. For a dense model, pass the result of
+            `sparse_hf_config`.
         rope_alpha: The checkpoint's learnt logarithms of frequency factors, one per rotary pair
             (Mistral's `rotary_emb.alpha`).
         dtype: Dtype of activations and caches.
@@ -119,17 +122,17 @@ def _mla(
         indexer_frequency: The model type's default of `index_topk_freq`.
         **own: Fields of `AttentionConfig` that are particular to the model type.
     """
-    rope_dim, rope = c.integer("qk_rope_head_dim"), _rope_parameters(c)
+    rope_dim, rope = c.integer("qk_rope_head_dim"), rope_parameters(c)
     fields = {
         **_mla_sizes(c),
         "rope_dim": rope_dim,
         "index_rope_dim": rope_dim,
-        "scale_factor": _scale_factor(rope),
+        "scale_factor": scale_factor(rope),
         # `transformers` fixes the epsilon of these layers' norms. `rms_norm_eps` is that of the
         # residual stream's norms.
         "norm_eps": 1e-6,
         "dtype": dtype,
-        **_rotation(rope, rope_dim, alpha),
+        **rotation(rope, rope_dim, alpha),
         **own,
     }
     count = c.integer("num_hidden_layers")
@@ -295,7 +298,7 @@ def _compressed(c: Fields, alpha: Sequence[float] | None, dtype: Any) -> tuple[H
             index_dim=c.integer("index_head_dim"),
             norm_eps=c.number("rms_norm_eps"),
             dtype=dtype,
-            **_rotation(rope, width, alpha),
+            **rotation(rope, width, alpha),
         )
         layers.append(HFLayer(config, "full", i))
     return tuple(layers)
@@ -308,7 +311,7 @@ def _compressed_rope(c: Fields, *, window_only: bool) -> tuple[Fields, int]:
     the base `compress_rope_theta` and YaRN, whose attention factor is 1.
     """
     part = "main" if window_only else "compress"
-    rope = _rope_parameters(c)
+    rope = rope_parameters(c)
     if part in rope:
         rope = rope.inner(part)
     elif window_only:
@@ -321,6 +324,17 @@ def _compressed_rope(c: Fields, *, window_only: bool) -> tuple[Fields, int]:
         if fields.get("partial_rotary_factor") is not None:
             return rope, int(c.integer("head_dim") * fields.number("partial_rotary_factor", most=1))
     return rope, c.integer("qk_rope_head_dim")
+
+
+def _grouped(
+    configs: Callable[[Fields, Any, Any], list[GroupedConfig | None]],
+) -> Callable[[Fields, Any, Any], tuple[HFLayer, ...]]:
+    """Returns a function of `_MODELS` from one that returns the configurations of all layers."""
+
+    def layers(c: Fields, alpha: Sequence[float] | None, dtype: Any) -> tuple[HFLayer, ...]:
+        return tuple(HFLayer(x, "full", i) for i, x in enumerate(configs(c, alpha, dtype)))
+
+    return layers
 
 
 _MODELS: dict[str, Callable[[Fields, Any, Any], tuple[HFLayer, ...]]] = {
@@ -344,76 +358,9 @@ _MODELS: dict[str, Callable[[Fields, Any, Any], tuple[HFLayer, ...]]] = {
         sinks=True,
         gate=True,
     ),
+    "minimax_m3_vl": _grouped(minimax_m3_configs),
+    "minimax_m3_vl_text": _grouped(minimax_m3_configs),
     "mistral_large4_text": _mistral,
+    "qwen4_exp": _grouped(qwen4_exp_configs),
+    "qwen4_exp_text": _grouped(qwen4_exp_configs),
 }
-
-
-def _rope_parameters(c: Fields) -> Fields:
-    """Returns `rope_parameters`, which older configurations call `rope_scaling`.
-
-    These have the base outside of it, as `rope_theta`, and the type as `type`.
-    """
-    field = "rope_parameters" if c.get("rope_parameters") is not None else "rope_scaling"
-    rope = c.inner(field) if c.get(field) is not None else Fields({}, c.name)
-    defaults = {"rope_type": rope.get("type", "default"), "rope_theta": c.get("rope_theta")}
-    return Fields({**defaults, **rope}, rope.name)
-
-
-def _magnitude(factor: float, weight: float) -> float:
-    """Returns YaRN's factor for attention scores in a context stretched by `factor`."""
-    return 1.0 if factor <= 1 else 0.1 * weight * math.log(factor) + 1.0
-
-
-def _scale_factor(rope: Fields) -> float:
-    """Returns `AttentionConfig.scale_factor` for a model's `rope_parameters`."""
-    if rope["rope_type"] == "default" or not rope.get("mscale_all_dim"):
-        return 1.0
-    return _magnitude(rope.number("factor"), rope.number("mscale_all_dim")) ** 2
-
-
-def _rotation(rope: Fields, width: int, alpha: Sequence[float] | None = None) -> dict[str, Any]:
-    """Returns the rotary fields of a layer's configuration for a model's `rope_parameters`."""
-    kind, base = rope["rope_type"], float(rope.number("rope_theta", above=1))
-    factor = 1.0
-    if kind == "default":
-        frequencies = base ** (-np.arange(0, width, 2) / width)
-    elif kind == "yarn":
-        stretch = rope.number("factor")
-        options: dict[str, Any] = {
-            name: rope.number(name)
-            for name in ("beta_fast", "beta_slow")
-            if rope.get(name) is not None
-        }
-        frequencies = np.asarray(
-            yarn_frequencies(
-                width,
-                base=base,
-                factor=stretch,
-                original_length=rope.integer("original_max_position_embeddings"),
-                truncate=bool(rope.optional("truncate", True)),
-                **options,
-            )
-        )
-        own, all_dims = (rope.number(n) if rope.get(n) else 0 for n in ("mscale", "mscale_all_dim"))
-        if rope.get("attention_factor") is not None:
-            factor = float(rope.number("attention_factor"))
-        elif own and all_dims:
-            factor = _magnitude(stretch, own) / _magnitude(stretch, all_dims)
-        else:
-            factor = _magnitude(stretch, 1.0)
-    else:
-        raise ValueError(
-            f"from_hf: rope_type in {rope.name} is {kind!r}, expected 'default' or 'yarn'"
-        )
-    if alpha is not None:
-        if np.shape(alpha) != frequencies.shape:
-            raise ValueError(
-                f"from_hf: argument 'rope_alpha' has shape {np.shape(alpha)}, expected "
-                f"{frequencies.shape}, one number per rotary pair"
-            )
-        frequencies = frequencies * np.exp(np.asarray(alpha, np.float64))
-    return {
-        "rope_base": base,
-        "rope_frequencies": tuple(map(float, frequencies)),
-        "rope_factor": factor,
-    }

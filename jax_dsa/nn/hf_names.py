@@ -12,9 +12,14 @@ from flax import nnx
 from jax_dsa.nn.attention import DSAttention
 from jax_dsa.nn.compressed import CompressedAttention
 from jax_dsa.nn.compressor import Compressor
+from jax_dsa.nn.grouped import GroupedAttention
+from jax_dsa.nn.head_norm import RotaryHeadNorm
 
 INDEXER = "indexer."
-"""What the names of the indexer's tensors of `DSAttention` begin with."""
+"""What the names of the indexer's tensors begin with, except in `CompressedAttention`."""
+
+Attention = DSAttention | CompressedAttention | GroupedAttention
+"""A whole attention layer."""
 
 
 class HFTensor(NamedTuple):
@@ -50,7 +55,9 @@ def _linear(name: str, layer: nnx.Linear | None) -> Iterator[HFTensor]:
         yield from _same(f"{name}.bias", layer.bias)
 
 
-def _norm(name: str, layer: nnx.RMSNorm | nnx.LayerNorm | None) -> Iterator[HFTensor]:
+def _norm(
+    name: str, layer: nnx.RMSNorm | nnx.LayerNorm | RotaryHeadNorm | None
+) -> Iterator[HFTensor]:
     if layer is not None:
         yield from _same(f"{name}.weight", layer.scale)
         yield from _same(f"{name}.bias", getattr(layer, "bias", None))
@@ -64,9 +71,62 @@ def _compressor(name: str, compressor: Compressor | None) -> Iterator[HFTensor]:
         yield from _norm(f"{name}.kv_norm", compressor.norm)
 
 
-def hf_tensors(module: DSAttention | CompressedAttention) -> Iterator[HFTensor]:
+def hf_tensors(module: Attention) -> Iterator[HFTensor]:
     """Iterates over the checkpoint tensors of an attention layer."""
+    if isinstance(module, GroupedAttention):
+        return _grouped_tensors(module)
     return _mla_tensors(module) if isinstance(module, DSAttention) else _v4_tensors(module)
+
+
+def _rows(
+    name: str, layers: tuple[nnx.Linear, nnx.Linear], sizes: tuple[int, int]
+) -> Iterator[HFTensor]:
+    """Iterates over the tensors whose rows belong to two projections.
+
+    Args:
+        name: The tensors' name without the last part.
+        layers: The projections.
+        sizes: Number of consecutive rows of each of them. They alternate until all rows are used.
+    """
+    first, _ = sizes
+
+    def split(x: np.ndarray) -> tuple[np.ndarray, ...]:
+        runs = x.reshape(-1, sum(sizes), *x.shape[1:])
+        return tuple(a.reshape(-1, *x.shape[1:]).T for a in (runs[:, :first], runs[:, first:]))
+
+    def joined(*parts: np.ndarray) -> np.ndarray:
+        runs = [a.T.reshape(-1, n, *a.shape[:-1]) for a, n in zip(parts, sizes, strict=True)]
+        x = np.concatenate(runs, axis=1)
+        return x.reshape(-1, *x.shape[2:])
+
+    kernels, biases = (tuple(getattr(x, n) for x in layers) for n in ("kernel", "bias"))
+    yield HFTensor(f"{name}.weight", kernels, split, joined)
+    if biases[0] is not None:
+        yield HFTensor(f"{name}.bias", biases, split, joined)
+
+
+def _grouped_tensors(module: GroupedAttention) -> Iterator[HFTensor]:
+    c, indexer = module.config, module.indexer
+    if module.wg is None:
+        yield from _linear("q_proj", module.wq)
+    else:
+        yield from _rows("q_proj", (module.wq, module.wg), (c.head_dim, c.head_dim))
+    yield from _linear("k_proj", module.wk)
+    yield from _linear("v_proj", module.wv)
+    yield from _linear("o_proj", module.wo)
+    yield from _norm("q_norm", module.q_norm)
+    yield from _norm("k_norm", module.k_norm)
+    if indexer is None:
+        return
+    if c.indexer == "max":
+        yield from _linear("indexer.q_proj", indexer.wq)
+        yield from _linear("indexer.k_proj", indexer.wk)
+    else:
+        rows = c.index_heads * c.index_dim, c.index_dim
+        yield from _rows("indexer.index_qk_proj", (indexer.wq, indexer.wk), rows)
+    norm = "norm" if c.indexer == "max" else "layernorm"
+    yield from _norm(f"indexer.q_{norm}", indexer.q_norm)
+    yield from _norm(f"indexer.k_{norm}", indexer.k_norm)
 
 
 def _v4_tensors(module: CompressedAttention) -> Iterator[HFTensor]:
@@ -157,10 +217,11 @@ _PUBLISHED: dict[type, tuple[tuple[str, str], ...]] = {
         (r"\bnorm\.", "kv_norm."),
         (r"\bape$", "position_bias"),
     ),
+    GroupedAttention: ((r"^index_([qk])_(proj|norm)\.", r"indexer.\1_\2."),),
 }
 
 
-def transformers_name(module: DSAttention | CompressedAttention, name: str) -> str:
+def transformers_name(module: Attention, name: str) -> str:
     """Returns the name in `transformers` of a tensor that may have its published name.
 
     Args:

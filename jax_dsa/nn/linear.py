@@ -15,6 +15,7 @@ from jax_dsa.ops.quantize_fp8.spec import leading_dims
 
 if TYPE_CHECKING:
     from jax_dsa.nn.config import AttentionConfig
+    from jax_dsa.nn.grouped_config import GroupedConfig
 
 
 class Fp8Linear(Linear):
@@ -54,7 +55,12 @@ class Fp8Linear(Linear):
 
 
 def projection(
-    config: AttentionConfig, inputs: int, outputs: int, rngs: nnx.Rngs, *, bias: bool = False
+    config: AttentionConfig | GroupedConfig,
+    inputs: int,
+    outputs: int,
+    rngs: nnx.Rngs,
+    *,
+    bias: bool = False,
 ) -> Linear:
     """Returns a linear layer, in FP8 if `config.fp8` is True.
 

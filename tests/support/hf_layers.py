@@ -23,6 +23,10 @@ DENSE = "deepseek_v3", "deepseek_v2"
 """Models without indexers. Our layers get new ones, which select all keys of short sequences."""
 
 
+OFFSET_NORMS = "minimax_m3_vl", "qwen4_exp"
+"""Models whose norms have the factor 1 + weight."""
+
+
 def specs_of(kind: str, config: Any, **options: Any) -> tuple[nn.HFLayer, ...]:
     """Returns the specs of the layers of a model."""
     if kind in DENSE:
@@ -37,12 +41,15 @@ def load(kind: str, module: Any, weights: Any, prefix: str = "") -> Any:
 
 def make_layers(specs: Sequence[nn.HFLayer]) -> list[Any]:
     """Returns the layers of these specs."""
-    return [
-        nn.CompressedAttention(spec.config, rngs=nnx.Rngs(0))
-        if isinstance(spec.config, nn.CompressedConfig)
-        else nn.DSAttention(spec.config, spec.indexer_type, rngs=nnx.Rngs(0))
-        for spec in specs
-    ]
+    layers: list[Any] = []
+    for spec in specs:
+        if isinstance(spec.config, nn.CompressedConfig):
+            layers.append(nn.CompressedAttention(spec.config, rngs=nnx.Rngs(0)))
+        else:
+            grouped = isinstance(spec.config, nn.GroupedConfig)
+            kind: Any = nn.GroupedAttention if grouped else nn.DSAttention
+            layers.append(kind(spec.config, spec.indexer_type, rngs=nnx.Rngs(0)))
+    return layers
 
 
 def empty_caches(specs: Sequence[nn.HFLayer], batch: int, capacity: int) -> list[Any]:
@@ -64,7 +71,7 @@ def run_ours(
     outs, found = [], []
     for i, (layer, x) in enumerate(zip(specs, inputs, strict=True)):
         indices = None if selections is None else selections[i]
-        if isinstance(modules[i], nn.CompressedAttention):
+        if not isinstance(modules[i], nn.DSAttention):
             out, aux = modules[i](x, indices=indices, **given)
         else:
             if indices is None and layer.indexer_type == "shared":
@@ -97,7 +104,9 @@ def decode_ours(
 
 
 def index_scores(module: Any, x: Any, aux: Any) -> Any:
-    """Returns the indexer's scores of all keys or pools, -inf for those that a token does not see.
+    """Returns the indexer's scores of all that it may select, -inf for what a token does not see.
+
+    These are keys, pools or blocks. Where each KV head has its own scores, they have an axis more.
 
     The result is None if the layer has no indexer.
     """
@@ -105,11 +114,43 @@ def index_scores(module: Any, x: Any, aux: Any) -> Any:
         return None
     positions = jnp.broadcast_to(jnp.arange(x.shape[1]), x.shape[:2])
     ends = (positions + 1) // tokens_per_key(module.config)
+    if isinstance(module, nn.GroupedAttention):
+        return grouped_scores(module, x, positions)
     if not isinstance(module, nn.CompressedAttention):
         return jax_dsa.indexer_logits(**aux.indexer._asdict(), ends=ends)
     q, weights = module.indexer(x, module.q_norm(module.wq_a(x)), positions)
     keys = module.indexer.compressor(x, positions, None)
     return jax_dsa.indexer_logits(q, keys, weights, ends=ends)
+
+
+def first_key(config: Any, start: int) -> int:
+    """Returns the number in a selection of the first key of a document that begins at a token."""
+    if isinstance(config, nn.GroupedConfig):
+        return 0  # Blocks are numbered within the document.
+    return start // tokens_per_key(config)
+
+
+def grouped_scores(module: nn.GroupedAttention, x: Any, positions: Any) -> Any:
+    """Returns the indexer's scores of all blocks."""
+    c, indexer = module.config, module.indexer
+    assert indexer is not None
+    q = indexer.queries(x, positions)
+    keys = indexer.keys(indexer.raw_keys(x), positions, None)
+    if c.indexer == "mean":
+        weights = jnp.full(q.shape[:3], c.index_dim**-0.5)
+        return jax_dsa.indexer_logits(q, keys, weights, ends=(positions + 1) // c.block_size)
+    logits = jnp.einsum("btjc,bsc->btjs", q, keys)
+    key = jnp.arange(x.shape[1])
+    seen = jnp.where(key <= positions[:, :, None, None], logits, -jnp.inf)
+    blocks = -(-x.shape[1] // c.block_size)
+    padding = [(0, 0)] * 3 + [(0, blocks * c.block_size - x.shape[1])]
+    seen = jnp.pad(seen, padding, constant_values=-jnp.inf)
+    best = seen.reshape(*seen.shape[:3], blocks, c.block_size).max(-1)
+    own = (positions // c.block_size)[:, :, None, None]
+    number = jnp.arange(blocks)
+    # The newest blocks are always selected, as if their scores were the largest.
+    forced = (number <= own) & (number > own - c.local_blocks)
+    return jnp.where(forced, jnp.where(jnp.isinf(best), 0, best).max() + 1, best)
 
 
 def tokens_per_key(config: Any) -> int:
@@ -139,6 +180,10 @@ def same_selection(got: Any, want: Any, scores: Any, what: str) -> np.ndarray:
     the smallest selected score.
     """
     got, want, scores = np.asarray(got), np.asarray(want), np.asarray(scores, np.float64)
+    if got.ndim == 4:  # A list for each KV head.
+        lists = (np.moveaxis(x, 2, 0) for x in (got, want, scores))
+        each = [same_selection(*x, what) for x in zip(*lists, strict=True)]
+        return np.logical_and.reduce(each)
     finite = np.isfinite(scores)
     scale = np.abs(scores[finite]).max(initial=0)
     same = np.ones(got.shape[:2], bool)

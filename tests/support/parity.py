@@ -13,7 +13,14 @@ import pytest
 from flax import nnx
 
 from jax_dsa import nn
-from support.hf_layers import DENSE, compiled_layers, load, make_layers, specs_of
+from support.hf_layers import (
+    DENSE,
+    OFFSET_NORMS,
+    compiled_layers,
+    load,
+    make_layers,
+    specs_of,
+)
 
 torch = pytest.importorskip("torch", reason="needs the extra 'parity'")
 transformers = pytest.importorskip("transformers", reason="needs the extra 'parity'")
@@ -164,6 +171,48 @@ MODELS = {
             "rope_parameters": {k: v for k, v in YARN.items() if "mscale" not in k},
         },
     ),
+    # Layer 0 is dense.
+    "minimax_m3_vl": Model(
+        "minimax_m3_vl",
+        "MiniMaxM3VL",
+        {
+            "num_key_value_heads": 2,
+            "head_dim": 20,
+            "rotary_dim": 8,
+            "num_hidden_layers": 3,
+            "layer_types": ["full_attention", "minimax_m3_sparse", "minimax_m3_sparse"],
+            "index_n_heads": 2,
+            "index_block_size": 4,
+            "index_topk_blocks": 5,
+            "rope_parameters": {
+                "rope_type": "default",
+                "rope_theta": 5000000.0,
+                "partial_rotary_factor": 0.4,
+            },
+        },
+    ),
+    "qwen4_exp": Model(
+        "qwen4_exp",
+        "Qwen4ExpText",
+        {
+            "num_key_value_heads": 2,
+            "head_dim": 20,
+            "num_hidden_layers": 2,
+            "layer_types": ["indexed_attention"] * 2,
+            "indexer_n_heads": 3,
+            "indexer_kv_heads": 1,
+            "indexer_head_dim": 16,
+            "indexer_budget": 24,
+            "indexer_compress_ratio": 4,
+            "attention_bias": True,
+            "rope_parameters": {
+                "rope_type": "default",
+                "rope_theta": 10000.0,
+                "partial_rotary_factor": 0.4,
+                "mrope_section": [2, 1, 1],
+            },
+        },
+    ),
 }
 WINDOW = MODELS["deepseek_v4"].config["sliding_window"]
 
@@ -172,9 +221,8 @@ def hf_config(kind: str) -> Any:
     """Returns the configuration of a model in `transformers`."""
     model = MODELS[kind]
     package = getattr(transformers.models, model.module)
-    name = next(
-        n for n in (f"{model.names}Config", f"{model.names[:-1]}Config") if hasattr(package, n)
-    )
+    names = f"{model.names}TextConfig", f"{model.names}Config", f"{model.names[:-1]}Config"
+    name = next(n for n in names if hasattr(package, n))
     sizes = {n: x for n, x in SIZES.items() if kind not in DENSE or not n.startswith("index_")}
     return getattr(package, name)(**{**sizes, **model.config})
 
@@ -204,14 +252,15 @@ def our_layers(kind: str) -> list[Any]:
     return make_layers(stack(kind)[3])
 
 
-def fill(layers: list[Any], seed: int) -> None:
-    """Fills the layers with random weights, unlike those of an initialiser."""
+def fill(kind: str, layers: list[Any], seed: int) -> None:
+    """Fills the layers of a model with random weights, unlike those of an initialiser."""
     torch.manual_seed(seed)
     for layer in layers:
         for name, p in layer.named_parameters():
             with torch.no_grad():
                 p.normal_(0, 0.3 if p.ndim == 1 else 1.5 * p.shape[-1] ** -0.5)
-                if p.ndim == 1 and "norm" in name and name.endswith("weight"):
+                is_norm = p.ndim == 1 and "norm" in name and name.endswith("weight")
+                if is_norm and kind not in OFFSET_NORMS:
                     p.add_(1)
                 if name.endswith("softmax_scaling.bias"):
                     p.add_(1)
@@ -244,7 +293,9 @@ def run_hf(kind: str, inputs: Any, *, past: int = 0, cache: Any = None) -> tuple
         names = ("main", "compress")
         rotations: Any = {name: rotary(inputs[0], positions, layer_type=name) for name in names}
     else:
-        rotations = None if rotary is None else rotary(inputs[0], positions)
+        # A layer of Qwen3.8 rotates pools that begin in the cache, too.
+        rotated = torch.arange(past + length)[None] if kind == "qwen4_exp" else positions
+        rotations = None if rotary is None else rotary(inputs[0], rotated.expand(BATCH, -1))
     pool = getattr(config, "index_kpool", None)
     mask = causal_bias(length, past, WINDOW if compressed else None)
     if pool is not None:  # This layer only takes the mask of padding.
@@ -259,27 +310,43 @@ def run_hf(kind: str, inputs: Any, *, past: int = 0, cache: Any = None) -> tuple
         indexer = getattr(layer.compressor if compressed else layer, "indexer", None)
         if indexer is not None:
             hook = indexer.register_forward_hook(lambda m, i, o, found=found: found.append(o))
-        if kind not in (*DENSE, "deepseek_v32", "deepseek_v4"):
+        if kind not in (*DENSE, *OFFSET_NORMS, "deepseek_v32", "deepseek_v4"):
             extra["prev_topk_indices"] = selected
         out, *_ = layer(
             x,
             position_embeddings=rotations,
             attention_mask=mask,
             position_ids=positions,
-            past_key_values=cache,
+            **{"cache" if kind in OFFSET_NORMS else "past_key_values": cache},
             **extra,
         )
         if hook is not None:
             hook.remove()
             selected = found[0]
         outs.append(out)
-        has_no_selection = kind in DENSE or (compressed and indexer is None)
+        has_no_selection = selected is None or kind in DENSE or (compressed and indexer is None)
         picked = None if has_no_selection else selected.int().numpy()
+        if kind in OFFSET_NORMS:
+            picked = None if indexer is None else blocks_of(config, found[0])
         if pool is not None and picked is not None:  # Tokens of pools, then the tail.
             pools = min(config.index_topk, past + length) // pool
             picked = picked[..., : pools * pool : pool] // pool
         selections.append(picked)
     return outs, selections
+
+
+def blocks_of(config: Any, selected: Any) -> np.ndarray:
+    """Returns the selected blocks of MiniMax-M3 or Qwen3.8, -1 in empty slots."""
+    if selected.dtype != torch.bool:  # [B, G, T, K]
+        return selected.transpose(1, 2).int().numpy()
+    mask, size = selected[:, 0].numpy(), config.indexer_compress_ratio  # of tokens, [B, T, S]
+    pools = mask.shape[2] // size
+    whole = mask[..., : pools * size].reshape(*mask.shape[:2], pools, size).all(-1)
+    blocks = np.full((*mask.shape[:2], config.indexer_budget // size), -1, np.int32)
+    for b, t in np.ndindex(*mask.shape[:2]):
+        found = np.flatnonzero(whole[b, t])
+        blocks[b, t, : len(found)] = found
+    return blocks
 
 
 @functools.cache
@@ -291,7 +358,7 @@ def compiled(kind: str) -> tuple[Any, Any]:
 def filled(kind: str, seed: int) -> Any:
     """Fills the layers of `transformers` and returns the same parameters for our layers."""
     _, _, layers, _ = stack(kind)
-    fill(layers, seed)
+    fill(kind, layers, seed)
     for module, layer in zip(our_layers(kind), layers, strict=True):
         load(kind, module, tensors(layer))
     return nnx.split(our_layers(kind))[1]
