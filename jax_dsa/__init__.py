@@ -28,7 +28,7 @@ from jax_dsa.ops.htree import (
     htree_decode,
     htree_select,
 )
-from jax_dsa.ops.indexer import indexer_logits, indexer_topk
+from jax_dsa.ops.indexer import indexer_block_topk, indexer_logits, indexer_topk
 from jax_dsa.ops.losses import dense_indexer_kl_loss, indexer_kl_loss
 from jax_dsa.ops.masked_attention import masked_attention, masked_attention_varlen
 from jax_dsa.ops.mqa_decode import merge_attention, mqa_decode
@@ -39,7 +39,7 @@ from jax_dsa.ops.sparse_attention import (
     sparse_attention_varlen,
 )
 from jax_dsa.ops.sparse_mla import sparse_mla, sparse_mla_decode
-from jax_dsa.ops.topk import topk
+from jax_dsa.ops.topk import block_topk, topk
 from jax_dsa.version import __version__
 
 if TYPE_CHECKING:
@@ -55,6 +55,7 @@ __all__ = [
     "__version__",
     "attention_probs",
     "attn_dist",
+    "block_topk",
     "capabilities",
     "dense_indexer_kl_loss",
     "dequantize_fp8",
@@ -67,6 +68,7 @@ __all__ = [
     "htree_build",
     "htree_decode",
     "htree_select",
+    "indexer_block_topk",
     "indexer_kl_loss",
     "indexer_logits",
     "indexer_topk",

@@ -31,6 +31,12 @@ def selection(index_q: Array, index_k: Array, index_weights: Array, cache: Paged
     assert_type(jax_dsa.indexer_logits(*index, is_causal=True), Array)
     assert_type(jax_dsa.indexer_topk(*index, 2048), tuple[Array, Array])
     jax_dsa.indexer_topk(index_q, cache, index_weights, top_k=2048)
+    blocks, logits = jax_dsa.indexer_block_topk(
+        index_q, cache, None, 16, block_size=128, per_head=True
+    )
+    assert_type(blocks, Array)
+    assert_type(logits, Array)
+    assert_type(jax_dsa.block_topk(index_q, 16, block_size=128), Array)
     assert_type(jax_dsa.topk(index_q, 8), Array)
     assert_type(jax_dsa.topk(index_q, 8, return_values=True), tuple[Array, Array])
     assert_type(jax_dsa.indexer_kl_loss(index_q, index_k), Array)

@@ -9,6 +9,7 @@ import jax.numpy as jnp
 from jax_dsa.core.arguments import key_ranges
 from jax_dsa.core.call import Call
 from jax_dsa.core.checks import FLOATS, FP8, INT32, WIDE_FLOATS, Args
+from jax_dsa.core.deferred import Deferred
 from jax_dsa.core.ffi import Kernel, either
 from jax_dsa.core.op import Pass, differentiable
 from jax_dsa.core.typing import Array, Float, Implementation, Int
@@ -68,11 +69,16 @@ SELECTED_FWD = Pass(
 )
 
 
-def _topk_bwd(call: Call, options: Options, x: Selected, dy: Selection) -> Gradients:
+def refuse_pages(call: Call, options: Options) -> None:
+    """Raises if the keys of a backward pass are in pages."""
     if options.page_size is not None:
         raise NotImplementedError(
             f"{call.op}: gradients through a page table are not supported; gather the keys"
         )
+
+
+def _topk_bwd(call: Call, options: Options, x: Selected, dy: Selection) -> Gradients:
+    refuse_pages(call, options)
     return TOPK_BWD(call, options, x, dy)
 
 
@@ -93,8 +99,10 @@ indexer_selected_op = differentiable(
 )
 
 
-def _weights(args: Args, index_weights: Any) -> Float[Array, "B T J"]:
-    """Returns the checked argument 'index_weights' in float32 or wider."""
+def _weights(args: Args, index_weights: Any) -> Any:
+    """Returns the checked argument 'index_weights' in float32 or wider; ones if it is None."""
+    if index_weights is None:
+        return Deferred(jnp.ones, (), ((args.batch, args.sizes["T"], args.sizes["J"]), jnp.float32))
     weights = args.array("index_weights", index_weights, "B T J", FLOATS)
     return weights if weights.dtype in WIDE_FLOATS else weights.astype(jnp.float32)
 
@@ -105,21 +113,20 @@ def indexer_inputs(
     """Returns the checked arguments of these names, where `index_k` is an array, not a cache."""
     q = args.array("index_q", index_q, "B T J C", (*FLOATS, FP8))
     keys = Keys(args.array("index_k", index_k, "B S C", (q.dtype,)), None, None, None)
-    return _inputs(args, q, keys, index_weights, index_k_scale)
+    return inputs_of(args, q, keys, index_weights, index_k_scale)
 
 
-def _inputs(
+def inputs_of(
     args: Args, q: Array, keys: Keys, index_weights: Any, index_k_scale: Any
 ) -> IndexerOperands:
+    """Returns the checked inputs of the indexer, where `q` and `keys` are checked already."""
     weights = _weights(args, index_weights)
     if index_k_scale is not None:
         index_k_scale = keys.alongside(args, "index_k_scale", index_k_scale, "", WIDE_FLOATS)
     return IndexerOperands(q=q, k=keys.rows, weights=weights, k_scale=index_k_scale)
 
 
-def _operands(
-    inputs: IndexerOperands, ranges: tuple[Any, Any], page_table: Array | None = None
-) -> Operands:
+def _operands(inputs: IndexerOperands, ranges: tuple[Any, Any]) -> Operands:
     starts, ends = ranges
     return Operands(
         q=inputs.q,
@@ -128,14 +135,13 @@ def _operands(
         k_scale=inputs.k_scale,
         starts=starts,
         ends=ends,
-        page_table=page_table,
     )
 
 
 def indexer_logits(
     index_q: Float[Array, "B T J C"],
     index_k: Float[Array, "B S C"],
-    index_weights: Float[Array, "B T J"],
+    index_weights: Float[Array, "B T J"] | None,
     *,
     index_k_scale: Float[Array, "B S"] | None = None,
     is_causal: bool = False,
@@ -143,6 +149,7 @@ def indexer_logits(
     starts: Int[Array, "B T"] | None = None,
     ends: Int[Array, "B T"] | None = None,
     segment_ids: Int[Array, "B T"] | None = None,
+    key_stride: int = 1,
     relu: bool = True,
     implementation: Implementation | None = None,
 ) -> Float[Array, "B T S"]:
@@ -159,7 +166,8 @@ def indexer_logits(
         index_k: Keys, shared by all heads, in the dtype of index_q.
         index_weights: Weight of each head for each query, in float32, or in bfloat16 or float16,
             which become float32. They include the scale of the logits, which is J^-1/2 C^-1/2 in
-            DeepSeek's models and in `jax_dsa.nn`. The operators apply no scale of their own.
+            DeepSeek's models and in `jax_dsa.nn`. The operators apply no scale of their own. None
+            means 1.
         index_k_scale: Scale of each key, float32, for FP8 keys. Default: 1.
         is_causal: Whether query t sees only keys up to its own position `query_start + t`.
         query_start: Position of the first query among the keys: an int, a scalar, or one position
@@ -170,6 +178,8 @@ def indexer_logits(
         segment_ids: Numbers of packed documents, int32, if queries and keys are the same tokens
             (T == S, and `query_start` is 0). Each run of equal numbers is a document, and a query
             sees only its own document.
+        key_stride: Tokens per key, for compressed keys. A causal query at position p sees key i if
+            i < (p + 1) // key_stride. Must be 1 with `segment_ids`.
         relu: Whether to apply the ReLU.
         implementation: None (the CUDA kernel if it supports the call, else XLA), "cuda" or "xla".
 
@@ -195,7 +205,9 @@ def indexer_logits(
     args = Args("indexer_logits", "index_q", index_q, "B T J C")
     call = args.call(implementation)
     inputs = indexer_inputs(args, index_q, index_k, index_weights, index_k_scale)
-    ranges = key_ranges(args, starts, ends, is_causal, query_start, segment_ids)
+    ranges = key_ranges(
+        args, starts, ends, is_causal, query_start, segment_ids, key_stride=key_stride
+    )
     options = Options(relu=args.flag("relu", relu))
     return args.restore(indexer_logits_op(call, options, _operands(inputs, ranges))).logits
 
@@ -203,7 +215,7 @@ def indexer_logits(
 def indexer_topk(
     index_q: Float[Array, "B T J C"],
     index_k: Float[Array, "B S C"] | FlatCache | PagedCache,
-    index_weights: Float[Array, "B T J"],
+    index_weights: Float[Array, "B T J"] | None,
     top_k: int,
     *,
     index_k_scale: Float[Array, "B S"] | None = None,
@@ -212,6 +224,9 @@ def indexer_topk(
     starts: Int[Array, "B T"] | None = None,
     ends: Int[Array, "B T"] | None = None,
     segment_ids: Int[Array, "B T"] | None = None,
+    key_stride: int = 1,
+    candidates: Int[Array, "B T M"] | None = None,
+    candidate_block_size: int | None = None,
     relu: bool = True,
     deterministic: bool = False,
     implementation: Implementation | None = None,
@@ -237,6 +252,13 @@ def indexer_topk(
         starts: As in `indexer_logits`.
         ends: As in `indexer_logits`.
         segment_ids: As in `indexer_logits`; None with a cache.
+        key_stride: As in `indexer_logits`. Must also be 1 with a cache (pass `ends`).
+        candidates: Numbers of the blocks of keys that each query may select from, int32, as
+            `indexer_block_topk` and `block_topk` return them. Blocks count from `starts`. Entries
+            that are negative or past the last block are empty. The selection equals `topk` of the
+            logits with -inf outside of these blocks, bit for bit. Default: all keys. The XLA
+            implementation scores all keys nevertheless.
+        candidate_block_size: Number of keys per candidate block; required with `candidates`.
         relu: As in `indexer_logits`.
         deterministic: Whether gradients are bit-identical on every run, which only XLA supports.
             The selection always is.
@@ -265,15 +287,23 @@ def indexer_topk(
     call = args.call(implementation)
     q = args.array("index_q", index_q, "B T J C", (*FLOATS, FP8))
     keys = read_keys(args, "index_k", index_k, "C", "1 C", (q.dtype,))
-    inputs = _inputs(args, q, keys, index_weights, index_k_scale)
-    ranges = key_ranges(args, starts, ends, is_causal, query_start, segment_ids, keys.lengths)
+    inputs = inputs_of(args, q, keys, index_weights, index_k_scale)
+    ranges = key_ranges(
+        args, starts, ends, is_causal, query_start, segment_ids, keys.lengths, key_stride
+    )
+    block, want = candidate_block_size, "an int if 'candidates' is given, else None"
+    args.option("candidate_block_size", block, (block is None) == (candidates is None), want)
+    if candidates is not None:
+        candidates = args.array("candidates", candidates, "B T M", INT32)
+        block = args.integer("candidate_block_size", block, 1)
     options = Options(
         relu=args.flag("relu", relu),
         top_k=args.integer("top_k", top_k, 0),
         deterministic=args.flag("deterministic", deterministic),
         page_size=keys.page_size,
+        candidate_block_size=block,
     )
-    operands = _operands(inputs, ranges, keys.page_table)
+    operands = _operands(inputs, ranges)._replace(page_table=keys.page_table, candidates=candidates)
     selection = args.restore(indexer_topk_op(call, options, operands))
     return selection.indices, selection.logits
 
@@ -281,7 +311,7 @@ def indexer_topk(
 def indexer_selected_logits(
     index_q: Float[Array, "B T J C"],
     index_k: Float[Array, "B S C"],
-    index_weights: Float[Array, "B T J"],
+    index_weights: Float[Array, "B T J"] | None,
     indices: Int[Array, "B T K"],
     *,
     index_k_scale: Float[Array, "B S"] | None = None,

@@ -24,9 +24,9 @@ from jax_dsa.core import compat
 from jax_dsa.core.layout import physical_rows
 from jax_dsa.core.rows import scatter_rows, some_row
 from jax_dsa.core.streaming import chunk_length, scan_chunks
-from jax_dsa.core.typing import Array, Bool, Float
+from jax_dsa.core.typing import Array, Bool, Float, Int
 from jax_dsa.ops.indexer.spec import Gradients, Logits, Operands, Options, Selected, Selection
-from jax_dsa.ops.topk.xla import BYTES_PER_POSITION, select, values_at, visible
+from jax_dsa.ops.topk.xla import BYTES_PER_POSITION, in_blocks, select, values_at, visible
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -152,26 +152,51 @@ def indexer_logits_fwd(options: Options, x: Operands) -> Logits:
     """Returns the logits of all keys."""
     queries = x.q, x.weights, x.starts, x.ends
     size = x.k.shape[1]
-    return Logits(*_stream_logits(options, queries, (x.k, x.k_scale), size, lambda y: (y,)))
+    return Logits(*_stream_logits(options, queries, (x.k, x.k_scale), size, lambda y, *_: (y,)))
 
 
 def indexer_topk_fwd(options: Options, x: Operands) -> Selection:
-    """Returns the keys with the largest logits, and their logits.
+    """Returns the keys with the largest logits, and their logits."""
 
-    With a page table, the axis S of k and k_scale is that of a pool, and their batch axis may have
-    size 1.
-    """
-
-    def selected(logits: Array) -> tuple[Array, Array]:
+    def selected(logits: Array, starts: Array, _: Array, blocks: Any) -> tuple[Array, Array]:
         batch, queries, size = logits.shape
-        indices = select(logits.reshape(batch * queries, size), options.top_k)
+        rows = logits.reshape(batch * queries, size)
+        if blocks is not None:
+            assert options.candidate_block_size is not None
+            blocks = blocks.reshape(batch * queries, blocks.shape[2])
+            mask = in_blocks(blocks, starts.reshape(-1), options.candidate_block_size, size)
+            rows = jnp.where(mask, rows, -jnp.inf)
+        indices = select(rows, options.top_k)
         indices = indices.reshape(batch, queries, options.top_k)
         return indices, values_at(logits, indices)
 
-    k, k_scale, page_table = x.k, x.k_scale, x.page_table
-    queries = x.q, x.weights, x.starts, x.ends
+    queries = x.q, x.weights, x.starts, x.ends, x.candidates
+    return Selection(*stream_selection(options, queries, x.k, x.k_scale, x.page_table, selected))
+
+
+def stream_selection(
+    options: Options,
+    queries: tuple[Array | None, ...],
+    k: Float[Array, "1|B S C"],
+    k_scale: Float[Array, "1|B S"] | None,
+    page_table: Int[Array, "B R"] | None,
+    finish: Callable[..., tuple[Array, ...]],
+) -> Any:
+    """Returns `finish(logits, *ranges)` of all keys, evaluated for chunks of queries.
+
+    With a page table, the axis S of k and k_scale is that of a pool, and their batch axis may have
+    size 1.
+
+    Args:
+        options: Static options.
+        queries: Queries, weights, and ranges: starts, ends, and other arrays [B, T, ...] or None.
+        k: Keys, or a pool of pages.
+        k_scale: Scales of the keys.
+        page_table: Pages of each request, or None.
+        finish: Function of the logits and ranges of some queries.
+    """
     if page_table is None:
-        return Selection(*_stream_logits(options, queries, (k, k_scale), k.shape[1], selected))
+        return _stream_logits(options, queries, (k, k_scale), k.shape[1], finish)
     assert options.page_size is not None
     batch, pages = page_table.shape
     size, pool = pages * options.page_size, k.shape[1]
@@ -188,25 +213,26 @@ def indexer_topk_fwd(options: Options, x: Operands) -> Selection:
         )
         return *own, rows >= 0
 
-    return Selection(*_stream_logits(options, queries, (entry, rows), size, selected, gathered))
+    return _stream_logits(options, queries, (entry, rows), size, finish, gathered)
 
 
 def _stream_logits(
     options: Options,
-    queries: tuple[Array, ...],
+    queries: tuple[Any, ...],
     keys: tuple[Array | None, ...],
     size: int,
-    finish: Callable[[Array], tuple[Array, ...]],
+    finish: Callable[..., tuple[Array, ...]],
     load: Callable[..., Any] = lambda k, k_scale: (k, k_scale, None),
 ) -> Any:
-    """Returns `finish(logits)`, evaluated for chunks of queries.
+    """Returns `finish(logits, *ranges)`, evaluated for chunks of queries.
 
     A selection takes about forty steps for any number of rows, so the chunks that `finish` gets are
     larger than those whose scores fit in the memory budget. `load` converts `keys` to the indexer's
     keys, their scales, and a mask of the keys that are mapped.
     """
 
-    def few(_: tuple[()], keys: Any, q: Array, weights: Array, starts: Array, ends: Array) -> Any:
+    def few(_: tuple[()], keys: Any, q: Array, weights: Array, *ranges: Array) -> Any:
+        starts, ends = ranges[:2]
         k, k_scale, mapped = load(*keys)
         mask = visible(starts, ends, size)
         mask = mask if mapped is None else mask & mapped[:, None]
@@ -222,7 +248,7 @@ def _stream_logits(
         else:
             _, (logits,) = few((), keys, *queries)
         # The barrier keeps XLA from fusing `finish` into the logits, which could change their bits.
-        return (), finish(jax.lax.optimization_barrier(logits))
+        return (), finish(jax.lax.optimization_barrier(logits), *queries[2:])
 
     cost = size * BYTES_PER_POSITION + (0 if nested else scores_cost)
     return stream_queries(many, (), keys, queries, cost)[1]

@@ -3,18 +3,28 @@
 from __future__ import annotations
 
 import functools
-from typing import TYPE_CHECKING, Any, Literal, overload
+from typing import TYPE_CHECKING, Any, Literal, NoReturn, overload
 
 import jax
 import jax.numpy as jnp
 
 from jax_dsa.core import compat
+from jax_dsa.core.arguments import key_ranges
 from jax_dsa.core.checks import FLOATS, INT32, Args, as_array
 from jax_dsa.core.ffi import Kernel
 from jax_dsa.core.op import Pass, differentiable
 from jax_dsa.core.typing import Array, Float, Implementation, Int
 from jax_dsa.ops.topk import cuda, xla
-from jax_dsa.ops.topk.spec import Gradients, Operands, Options, Results, Selected
+from jax_dsa.ops.topk.spec import (
+    BlockOperands,
+    BlockResults,
+    Blocks,
+    Gradients,
+    Operands,
+    Options,
+    Results,
+    Selected,
+)
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -39,6 +49,17 @@ def _bwd(call: Call, options: Options, x: Selected, dy: Results) -> Gradients:
 
 # The operator without checks of its arguments.
 topk_op = differentiable("topk", FWD, _bwd, residuals=lambda x, y: (Selected(y.indices),))
+
+BLOCK_FWD = Pass("block_topk_fwd", xla.block_topk_fwd, shardable="b t")
+
+
+def _no_block_gradient(call: Call, options: Blocks, dy: BlockResults) -> NoReturn:
+    raise AssertionError("block_topk returns integers only")
+
+
+block_topk_op = differentiable(
+    "block_topk", BLOCK_FWD, _no_block_gradient, residuals=lambda x, y: ()
+)
 
 IndicesValues = tuple[Int[Array, "... K"], Float[Array, "... K"]]
 
@@ -147,3 +168,68 @@ def topk_of(
     shape = (*x.shape[:-1], options.top_k)
     indices, values = jax.tree.map(lambda y: y.reshape(shape), select(operands))
     return args.restore(indices) if values is None else args.restore((indices, values))
+
+
+def blocks_of(
+    args: Args, top_k: Any, block_size: Any, sink_blocks: Any, local_blocks: Any
+) -> Blocks:
+    """Returns the checked arguments of these names."""
+    return Blocks(
+        top_k=args.integer("top_k", top_k, 0),
+        block_size=args.integer("block_size", block_size, 1),
+        sink_blocks=args.integer("sink_blocks", sink_blocks, 0),
+        local_blocks=args.integer("local_blocks", local_blocks, 0),
+    )
+
+
+def block_topk(
+    logits: Float[Array, "B T S"],
+    top_k: int,
+    *,
+    block_size: int,
+    sink_blocks: int = 0,
+    local_blocks: int = 1,
+    starts: Int[Array, "B T"] | None = None,
+    ends: Int[Array, "B T"] | None = None,
+    implementation: Implementation | None = None,
+) -> Int[Array, "B T K"]:
+    """Returns the numbers of the `top_k` blocks of keys with the largest logits for every query.
+
+    A block's score is the largest logit of its keys in the query's range. The selection equals that
+    of `indexer_block_topk` for the same logits. A layer that selects keys of its own and publishes
+    blocks for other layers computes the logits once, with `indexer_logits`. The batch axis may be
+    absent from all arguments.
+
+    Args:
+        logits: Logits of all keys; bfloat16, float16 or float32. A logit of -inf means that the
+            query does not see the key. NaN makes the score of its block NaN.
+        top_k: Number of blocks K to select per query, forced blocks included, >= 0.
+        block_size: Number of keys per block. The last block of a query may have fewer.
+        sink_blocks: As in `indexer_block_topk`.
+        local_blocks: As in `indexer_block_topk`.
+        starts: First key of each query, int32, from which its blocks count. Default: 0.
+        ends: Exclusive end of the keys of each query, int32. Default: S.
+        implementation: None or "xla"; there is no kernel yet.
+
+    Returns:
+        Numbers of the selected blocks, [B, T, K], int32: ascending, then -1.
+
+    Raises:
+        TypeError, ValueError: If an argument has the wrong type, shape or range.
+        NotImplementedError: If `implementation="cuda"`.
+
+    Examples:
+        >>> import jax.numpy as jnp, jax_dsa
+        >>> logits = jnp.array([[3.0, 1.0, 4.0, 1.0, 5.0, 2.0, -jnp.inf]])  # blocks: 3, 4, 5, -
+        >>> jax_dsa.block_topk(logits, 2, block_size=2, local_blocks=0)
+        Array([[1, 2]], dtype=int32)
+        >>> jax_dsa.block_topk(logits, 2, block_size=2, sink_blocks=1)
+        Array([[0, 2]], dtype=int32)
+    """
+    args = Args("block_topk", "logits", logits, "B T S")
+    call = args.call(implementation)
+    logits = args.array("logits", logits, "B T S", FLOATS)
+    options = blocks_of(args, top_k, block_size, sink_blocks, local_blocks)
+    first, ends = key_ranges(args, starts, ends)
+    x = BlockOperands(logits=logits, starts=None if starts is None else first, ends=ends)
+    return args.restore(block_topk_op(call, options, x)).indices

@@ -31,6 +31,27 @@ class Options:
         return {"k": self.top_k, "s": self.size}
 
 
+@dataclasses.dataclass(frozen=True)
+class Blocks:
+    """How blocks of keys are selected; the static options of `block_topk`.
+
+    Attributes:
+        top_k: Number of selected blocks per row, forced blocks included.
+        block_size: Number of keys per block.
+        sink_blocks: Number of first blocks that are forced.
+        local_blocks: Number of newest blocks that are forced.
+    """
+
+    top_k: int
+    block_size: int
+    sink_blocks: int
+    local_blocks: int
+
+    def result_sizes(self, _: Mapping[str, int]) -> dict[str, int]:
+        """Returns the number of selected blocks."""
+        return {"k": self.top_k}
+
+
 class Operands(NamedTuple):
     """Rows, and the half-open range of candidates of each row."""
 
@@ -54,6 +75,23 @@ class Selected(NamedTuple):
     """Operands of the backward pass."""
 
     indices: Int[Array, "b t k"]
+
+
+class BlockOperands(NamedTuple):
+    """Logits of keys, and the half-open range of keys of each row.
+
+    Blocks count from `starts`. If that is None, they count from key 0.
+    """
+
+    logits: Float[Array, "b t s"]
+    starts: Int[Array, "b t"] | None
+    ends: Int[Array, "b t"]
+
+
+class BlockResults(NamedTuple):
+    """Numbers of the selected blocks."""
+
+    indices: Int[Array, "b t k", jnp.int32]
 
 
 class Gradients(NamedTuple):

@@ -8,13 +8,24 @@ ascending indices. No step collects candidates in a buffer, so none can overflow
 
 from __future__ import annotations
 
+from typing import Any
+
 import jax
 import jax.numpy as jnp
 import numpy as np
 
 from jax_dsa.core.streaming import chunk_length, scan_chunks
 from jax_dsa.core.typing import Array, Bool, Float, Int
-from jax_dsa.ops.topk.spec import Gradients, Operands, Options, Results, Selected
+from jax_dsa.ops.topk.spec import (
+    BlockOperands,
+    BlockResults,
+    Blocks,
+    Gradients,
+    Operands,
+    Options,
+    Results,
+    Selected,
+)
 
 _WORD = 32
 
@@ -49,6 +60,76 @@ def topk_bwd(options: Options, selected: Selected, dy: Results) -> Gradients:
     """Returns the gradient of the rows: each value's gradient at the position of the value."""
     assert dy.values is not None
     return Gradients(scatter_values(selected.indices, dy.values, options.size))
+
+
+def block_topk_fwd(options: Blocks, x: BlockOperands) -> BlockResults:
+    """Returns the numbers [B, T, K] of the blocks with the largest logits."""
+    batch, queries, size = x.logits.shape
+    count = batch * queries
+    starts = None if x.starts is None else x.starts.reshape(count)
+    rows = (x.logits.reshape(count, size), starts, x.ends.reshape(count))
+    chunk = chunk_length(count, size * BYTES_PER_POSITION)
+
+    def body(carry: tuple[()], x: Array, starts: Array | None, ends: Array) -> Any:
+        first = jnp.zeros_like(ends) if starts is None else starts
+        x = jnp.where(visible(first, ends, size), x, -jnp.inf)
+        scores = jnp.max(split_into_blocks(x, starts, options.block_size), axis=2)
+        return carry, (select_blocks(options, scores, scores != -jnp.inf),)
+
+    _, (indices,) = scan_chunks(body, (), rows, axis=0, chunk=chunk)
+    return BlockResults(indices.reshape(batch, queries, options.top_k))
+
+
+def split_into_blocks(
+    x: Float[Array, "R S"], starts: Int[Array, "R"] | None, block_size: int
+) -> Float[Array, "R M b"]:
+    """Returns the blocks of each row, which count from `starts`, padded with -inf."""
+    rows, size = x.shape
+    block_size = clipped_block(block_size, size)
+    blocks = -(-size // block_size)
+    reach = blocks * block_size
+    if starts is None:
+        x = jnp.pad(x, ((0, 0), (0, reach - size)), constant_values=-jnp.inf)
+    else:
+        x = jnp.pad(x, ((0, 0), (0, reach)), constant_values=-jnp.inf)
+        x = jax.vmap(lambda row, at: jax.lax.dynamic_slice_in_dim(row, at, reach))(x, starts)
+    return x.reshape(rows, blocks, block_size)
+
+
+def in_blocks(
+    blocks: Int[Array, "R M"], starts: Int[Array, "R"], block_size: int, size: int
+) -> Bool[Array, "R S"]:
+    """Returns which of `size` keys lie in the given blocks of each row.
+
+    Blocks count from `starts`; the result is undefined for keys before it. Numbers of blocks that a
+    row does not have are ignored.
+    """
+    block_size = clipped_block(block_size, size)
+    count = -(-size // block_size)
+    row = jnp.arange(blocks.shape[0], dtype=jnp.int32)[:, None]
+    number = jnp.where((blocks >= 0) & (blocks < count), blocks, count)
+    is_given = jnp.zeros((blocks.shape[0], count + 1), bool).at[row, number].set(True)
+    own = (jnp.arange(size, dtype=jnp.int32)[None] - starts[:, None]) // block_size
+    return jnp.take_along_axis(is_given, jnp.maximum(own, 0), axis=1, mode="promise_in_bounds")
+
+
+def clipped_block(block_size: int, size: int) -> int:
+    """Returns the size of a block, at most that of all keys, so that padding stays small."""
+    return min(block_size, max(1, size)) if isinstance(size, int) else block_size
+
+
+def select_blocks(
+    options: Blocks, scores: Float[Array, "R M"], seen: Bool[Array, "R M"]
+) -> Int[Array, "R K"]:
+    """Returns the numbers of the blocks with the largest scores, ascending, then -1.
+
+    Forced blocks come first if they are seen. `local_blocks` count from the last block that is.
+    """
+    number = jnp.arange(scores.shape[1], dtype=jnp.int32)[None]
+    last = jnp.max(jnp.where(seen, number, -1), axis=1, keepdims=True, initial=-1)
+    local = number > last - options.local_blocks
+    forced = seen & (local | (number < options.sink_blocks))
+    return select(jnp.where(forced, jnp.inf, scores), options.top_k)
 
 
 def values_at(x: Float[Array, "... S"], indices: Int[Array, "... K"]) -> Float[Array, "... K"]:
