@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 from jax_dsa.core.call import plain_xla
 from jax_dsa.core.capabilities import capabilities
 from jax_dsa.core.ffi import export_checks
+from jax_dsa.core.rows import block_tokens
 from jax_dsa.ops.attention_probs import attention_probs
 from jax_dsa.ops.attn_dist import attn_dist
 from jax_dsa.ops.block_mask import BlockMask, make_block_mask, relu_mask, topk_indices, topk_mask
@@ -20,6 +21,7 @@ from jax_dsa.ops.cache import FlatCache, PagedCache
 from jax_dsa.ops.dsa_attention import DSAAux, dsa_attention
 from jax_dsa.ops.fp8_linear import fp8_linear
 from jax_dsa.ops.fp8_matmul import fp8_matmul
+from jax_dsa.ops.gated_pool import gated_pool, mean_pool
 from jax_dsa.ops.htree import (
     HTreeCache,
     HTreeSelection,
@@ -55,6 +57,7 @@ __all__ = [
     "__version__",
     "attention_probs",
     "attn_dist",
+    "block_tokens",
     "block_topk",
     "capabilities",
     "dense_indexer_kl_loss",
@@ -64,6 +67,7 @@ __all__ = [
     "fake_quantize_fp8",
     "fp8_linear",
     "fp8_matmul",
+    "gated_pool",
     "htree_attention",
     "htree_build",
     "htree_decode",
@@ -75,6 +79,7 @@ __all__ = [
     "make_block_mask",
     "masked_attention",
     "masked_attention_varlen",
+    "mean_pool",
     "merge_attention",
     "mqa_decode",
     "nn",

@@ -15,7 +15,7 @@ from support.compare import assert_as_good_as, assert_matches, assert_unmoved
 from support.oracles import attn_dist as oracle
 from support.oracles import sparse_mla as attention
 
-from jax_dsa import attn_dist, sparse_mla
+from jax_dsa import attn_dist, block_tokens, sparse_attention, sparse_mla
 from jax_dsa.core import streaming
 from jax_dsa.core.rows import query_bytes
 from jax_dsa.ops.attn_dist import xla
@@ -45,6 +45,15 @@ def inputs(
     indices[0, t // 2] = -1
     _, lse = attention.sparse_mla(q, kv, indices, value_dim=1, scale=D**-0.5)
     return q, kv, indices, lse.astype(dtype)
+
+
+def blocks(rng: np.random.Generator, size: int, slots: int, groups: int = G) -> np.ndarray:
+    """Returns numbers of blocks in random order, some of them invalid; the last one is cut by S."""
+    count = -(-S // size)
+    shape = B, T, groups
+    numbers = rng.permuted(np.broadcast_to(np.arange(-2, count + 2), (*shape, count + 4)), axis=-1)
+    bad = np.array([INT_MIN, INT_MAX, 2**30], np.int32)
+    return np.where(numbers < -1, rng.choice(bad, numbers.shape), numbers)[..., :slots]
 
 
 CASES = {
@@ -88,6 +97,83 @@ def test_sums_of_64_heads(rng: np.random.Generator) -> None:
     valid = np.broadcast_to(((indices >= 0) & (indices < S)).any(-1)[:, :, 0][:, None], rows.shape)
     np.testing.assert_allclose(rows[valid], 64, rtol=1e-5)
     assert np.all(rows[~valid] == 0)
+
+
+BLOCK_CASES = {
+    "pairs": {"block_size": 2, "head_group": 6},
+    "cut by the query": {"block_size": 3, "head_group": 2, "is_causal": True, "query_start": 4},
+    "compressed": {
+        "block_size": 2, "head_group": 6, "is_causal": True, "query_start": 20, "key_stride": 3
+    },
+    "length": {
+        "block_size": 4,
+        "head_group": 3,
+        "topk_length": np.array([[3, 0, 1, -5, 2**30], [4, 3, 2, 1, INT_MIN]], np.int32),
+    },
+    "sinks": {"block_size": 4, "head_group": 6, "sinks": np.linspace(-1, 1, N, dtype=np.float32)},
+    "one block": {"block_size": S, "head_group": 6},
+    "larger than S": {"block_size": INT_MAX, "head_group": 6},
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("options", BLOCK_CASES.values(), ids=BLOCK_CASES.keys())
+def test_blocks(options: dict, rng: np.random.Generator) -> None:
+    q, kv, _, lse = inputs(rng)
+    indices = blocks(rng, options["block_size"], 4)
+    got = attn_dist(q, kv, indices, lse, **options)
+    want = oracle.attn_dist(q, kv, indices, lse, **{"scale": D**-0.5, **options})
+    assert got.shape == want.shape
+    assert_matches(got, want.astype(np.float32), tol=1e-5)
+
+
+@pytest.mark.parametrize("shared", [False, True])
+def test_blocks_of_sparse_attention(shared: bool, rng: np.random.Generator) -> None:
+    """The probabilities of each head's blocks sum to 1, also where the query cuts its own block."""
+    q, k, _, _ = inputs(rng)
+    indices = np.sort(rng.permuted(np.tile(np.arange(3), (B, T, G, 1)), axis=-1)[..., :2], axis=-1)
+    indices[..., 0] = 0  # every query sees a key
+    indices = indices[:, :, 0] if shared else indices
+    causal = {"is_causal": True, "query_start": 3}
+    options = {"block_size": 4, **causal}
+    _, lse = sparse_attention(q, k, k, indices, return_lse=True, **options)
+    dist = attn_dist(q, k, indices, lse, head_group=N // G, **options)
+    assert dist.shape == (B, G, T, 2)
+    np.testing.assert_allclose(dist.sum(-1), N // G, rtol=1e-5)
+    tokens = attn_dist(q, k, block_tokens(indices, 4), lse, head_group=N // G, **causal)
+    assert_matches(dist, tokens.reshape(B, G, T, 2, 4).sum(-1), tol=1e-6)
+
+
+def test_gradients_of_blocks(rng: np.random.Generator) -> None:
+    q, kv, _, lse = inputs(rng, np.float64, t=T)
+    indices = blocks(rng, 3, 3)
+    lse = np.where(np.isfinite(lse), lse + rng.normal(size=lse.shape), 1.0)
+
+    def fn(q: Any, kv: Any, lse: Any) -> Any:
+        return attn_dist(q, kv, indices, lse, head_group=3, block_size=3, is_causal=True)
+
+    with jax.enable_x64(True):
+        args = tuple(jnp.asarray(x) for x in (q, kv, lse))
+        check_grads(fn, args, order=1, modes=["rev"], atol=1e-7, rtol=1e-7, eps=1e-5)
+
+
+def test_positions_of_blocks() -> None:
+    indices = np.array([[[2, -1, INT_MIN], [0, INT_MAX, 2**29 - 1]]])
+    got = block_tokens(indices, 4)
+    empty, last = [-1] * 4, list(range(2**31 - 4, 2**31))
+    np.testing.assert_array_equal(
+        got, [[[8, 9, 10, 11, *empty, *empty], [0, 1, 2, 3, *empty, *last]]]
+    )
+    np.testing.assert_array_equal(block_tokens(indices, 1), np.maximum(indices, -1))
+    assert block_tokens(np.zeros((2, 0), np.int8), 3).shape == (2, 0)
+    for wrong, error, message in (
+        ((np.int32(3), 4), ValueError, r"'indices' has shape \(\), want \[..., K\]"),
+        ((np.ones(3, np.float32), 4), TypeError, "'indices' has dtype float32, want int32"),
+        (([1, 2], 4), TypeError, "'indices' is list, want an array"),
+        ((indices, 0), ValueError, "'block_size' is 0, want int in 1"),
+        ((indices, 2.0), TypeError, "'block_size' is 2.0"),
+    ):
+        with pytest.raises(error, match=f"block_tokens: argument {message}"):
+            block_tokens(*wrong)
 
 
 @pytest.mark.parametrize("sinks", [False, True])
@@ -257,6 +343,8 @@ WRONG = {
     "indices dtype": ({"indices": np.zeros((B, T, G, K))}, TypeError, "'indices'.*int32"),
     "lse": ({"lse": np.zeros((B, N, T), np.float32)}, ValueError, "'lse'.*T=5"),
     "lse dtype": ({"lse": jnp.zeros((B, T, N), jnp.bfloat16)}, TypeError, "'lse'.*float32"),
+    "block_size": ({"block_size": 0}, ValueError, "'block_size' is 0, want int in 1"),
+    "block_size type": ({"block_size": 4.0}, TypeError, "'block_size' is 4.0"),
     "scale": ({"scale": np.inf}, ValueError, "'scale' is inf"),
     "head_group": ({"head_group": 64}, ValueError, "'head_group' is 64.*divisor of N/G=6"),
     "head_group 4": ({"head_group": 4}, ValueError, "'head_group' is 4.*divisor of N/G=6"),

@@ -1,4 +1,4 @@
-"""Gated pooling: XLA against loops in float64, and the kernels against XLA."""
+"""Pooling: XLA against loops in float64, and the kernels against XLA."""
 
 from __future__ import annotations
 
@@ -9,30 +9,13 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from support.compare import assert_as_good_as, assert_matches
+from jax.test_util import check_grads
+from support.compare import assert_as_good_as, assert_matches, assert_unmoved
+from support.oracles.gated_pool import mean_pooled, pooled
 
 import jax_dsa
-from jax_dsa.ops.gated_pool import gated_pool, gated_pool_for_norm
-
-
-def pooled(values: Any, gates: Any, bias: Any, starts: Any) -> np.ndarray:
-    """Returns the keys in float64, computed one document after the other."""
-    values, gates, bias = (np.asarray(x, np.float64) for x in (values, gates, bias))
-    batch, length, halves, dim = values.shape
-    ratio = len(bias)
-    keys = np.zeros((batch, length // ratio, dim))
-    for b in range(batch):
-        for start in np.unique(starts[b]):
-            end = start + np.sum(starts[b] == start)
-            for i in range((end - start) // ratio):
-                rows = start + i * ratio + np.arange(ratio)
-                value, gate = values[b, rows, -1], gates[b, rows, -1] + bias[:, -1]
-                if halves == 2 and i > 0:
-                    value = np.concatenate([value, values[b, rows - ratio, 0]])
-                    gate = np.concatenate([gate, gates[b, rows - ratio, 0] + bias[:, 0]])
-                weights = np.exp(gate - gate.max(0))
-                keys[b, start // ratio + i] = (weights * value).sum(0) / weights.sum(0)
-    return keys
+from jax_dsa import gated_pool, mean_pool
+from jax_dsa.ops.gated_pool import gated_pool_for_norm
 
 
 def documents(rng: np.random.Generator, batch: int, length: int, density: float) -> np.ndarray:
@@ -154,6 +137,97 @@ def test_bad_input(rng: np.random.Generator) -> None:
         gated_pool(values, gates.astype(jnp.bfloat16), bias)
     with pytest.raises(ValueError, match=r"'bias' has shape \(0, 2, 4\), want R >= 1"):
         gated_pool(values, gates, bias[:0])
+
+
+@pytest.mark.parametrize("packed", [False, True])
+@pytest.mark.parametrize("halves", [0, 1, 2])
+def test_gradients_against_finite_differences(
+    halves: int, packed: bool, rng: np.random.Generator
+) -> None:
+    """Without halves, it is the mean."""
+    with jax.enable_x64(True):
+        shape = (2, 14, max(halves, 1), 3)
+        args = tuple(jnp.asarray(x, jnp.float64) for x in inputs(rng, shape, 3))
+        starts = jnp.asarray(documents(rng, 2, 14, 0.2)) if packed else None
+
+        def pool(values: Any, *others: Any) -> Any:
+            if halves:
+                return gated_pool(values, *others, starts)
+            return mean_pool(values[:, :, 0], 3, starts)
+
+        args = args if halves else args[:1]
+        assert pool(*args).dtype == jnp.float64
+        check_grads(jax.jit(pool), args, order=1, modes=["rev"], atol=1e-8, rtol=1e-8)
+
+
+@pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16, jnp.float16])
+@pytest.mark.parametrize("packed", [False, True])
+@pytest.mark.parametrize("ratio", [1, 3, 4])
+def test_mean(ratio: int, packed: bool, dtype: Any, rng: np.random.Generator) -> None:
+    """The mean has exactly the bits of the sum in this order."""
+    values = jnp.asarray(rng.standard_normal((3, 23, 5)), dtype)
+    starts = documents(rng, 3, 23, 0.2 if packed else 0)
+    run = functools.partial(mean_pool, ratio=ratio, starts=jnp.asarray(starts) if packed else None)
+    keys, pull = jax.vjp(jax.jit(run), values)
+    want = mean_pooled(np.asarray(values, np.float32), ratio, starts, np.float32)
+    np.testing.assert_array_equal(keys, want.astype(dtype))
+    ct = jnp.asarray(rng.standard_normal(keys.shape), dtype)
+    (dvalues,) = pull(ct)
+    want = np.zeros(values.shape, np.float32)
+    for b in range(3):
+        for t in range(23):
+            start = starts[b, t]
+            number = (t - start) // ratio
+            if (number + 1) * ratio <= np.sum(starts[b] == start):
+                want[b, t] = np.float32(ct[b, start // ratio + number]) * np.float32(1 / ratio)
+    np.testing.assert_array_equal(dvalues, want.astype(dtype))
+
+
+def test_mean_is_gated_pooling_with_equal_gates(rng: np.random.Generator) -> None:
+    values, gates, bias = inputs(rng, (2, 23, 1, 5), 4)
+    starts = jnp.asarray(documents(rng, 2, 23, 0.2))
+    want = gated_pool(values, 0 * gates, 0 * bias, starts)
+    assert_matches(mean_pool(values[:, :, 0], 4, starts), want, 1e-6)
+
+
+def test_values_in_no_pool_do_not_reach_the_mean(rng: np.random.Generator) -> None:
+    values = jnp.asarray(rng.standard_normal((1, 22, 8)), jnp.float32)
+    starts = jnp.asarray(np.repeat([0, 7, 13], [7, 6, 9]), jnp.int32)[None]
+    spoilt = values.at[:, jnp.array([4, 5, 6, 11, 12, 21])].set(jnp.nan)
+
+    def run(values: Any) -> Any:
+        keys, pull = jax.vjp(lambda x: mean_pool(x, 4, starts), values)
+        return keys, pull(jnp.cos(keys))
+
+    assert_unmoved(run(values), run(spoilt))
+
+
+@pytest.mark.parametrize(("length", "slots"), [(0, 0), (3, 0), (4, 1)])
+def test_mean_of_few_tokens(length: int, slots: int) -> None:
+    values = jnp.ones((2, length, 8), jnp.bfloat16)
+    keys, pull = jax.vjp(lambda x: mean_pool(x, 4), values)
+    assert keys.shape == (2, slots, 8) and np.all(np.asarray(keys) == 1)
+    assert pull(keys)[0].shape == values.shape
+    assert_matches(mean_pool(values[0], 4), keys[0], 0)
+
+
+def test_bad_input_of_the_mean() -> None:
+    values = jnp.ones((2, 8, 4))
+    with pytest.raises(ValueError, match=r"mean_pool: argument 'values' has shape \(4,\)"):
+        mean_pool(values[0, 0], 4)
+    with pytest.raises(TypeError, match="mean_pool: argument 'values' has dtype int32"):
+        mean_pool(values.astype(jnp.int32), 4)
+    with pytest.raises(ValueError, match="mean_pool: argument 'ratio' is 0, want int in 1"):
+        mean_pool(values, 0)
+    with pytest.raises(TypeError, match=r"mean_pool: argument 'ratio' is 4\.0"):
+        mean_pool(values, 4.0)  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match=r"mean_pool: argument 'starts' has shape \(8,\)"):
+        mean_pool(values, 4, jnp.zeros(8, jnp.int32))
+
+
+def test_the_mean_has_no_kernel(without_kernels: None) -> None:
+    with pytest.raises(NotImplementedError, match=r"mean_pool.*implementation='xla'"):
+        mean_pool(jnp.ones((2, 8, 4)), 4, implementation="cuda")
 
 
 KERNEL_SHAPES = {

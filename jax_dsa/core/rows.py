@@ -1,4 +1,4 @@
-"""Rows of keys that queries select by index: valid slots, gathering, and scatter-adding.
+"""Rows of keys that queries select by index: blocks, valid slots, gathering, and scatter-adding.
 
 The row of an invalid slot reads as zeros, and its score is -inf. Therefore keys that no slot
 selects reach no sum, whatever they contain.
@@ -8,10 +8,51 @@ from __future__ import annotations
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from jax_dsa.core import compat
+from jax_dsa.core.checks import INT32, Args, as_array
 from jax_dsa.core.layout import PAGE_RECORD_BYTES, gather_page_records, unpack_records
 from jax_dsa.core.typing import Array, Bool, Float, Int
+
+
+def block_tokens(indices: Int[Array, "... K"], block_size: int) -> Int[Array, "... K*b"]:
+    """Returns the positions of the tokens of blocks.
+
+    Block j consists of the positions `j * block_size` to `(j + 1) * block_size - 1`. A list of
+    blocks, as an indexer selects them, becomes a list of keys for operators such as `sparse_mla`,
+    `attn_dist` and `indexer_selected_logits`, which ignore positions from S on.
+
+    Args:
+        indices: Numbers of blocks, int32, in any order. A negative number is an empty slot, and so
+            is a number whose positions exceed int32.
+        block_size: Number b of tokens in a block, at least 1.
+
+    Returns:
+        The positions [..., K * b], int32, in the order of the slots. Empty slots are -1.
+
+    Raises:
+        TypeError, ValueError: If an argument has the wrong type or range.
+
+    Examples:
+        >>> import jax.numpy as jnp, jax_dsa
+        >>> jax_dsa.block_tokens(jnp.array([[0, 3, -1]]), 2)
+        Array([[ 0,  1,  6,  7, -1, -1]], dtype=int32)
+    """
+    dims = " ".join("K" * max(1, np.ndim(as_array(indices))))  # type: ignore[arg-type]
+    args = Args("block_tokens", "indices", indices, dims)
+    blocks = args.typed("indices", indices, INT32)
+    args.shape("indices", blocks, blocks.ndim > 0, "[..., K]")
+    size = args.integer("block_size", block_size, 1)
+
+    def expanded(blocks: Array) -> Array:
+        used = (blocks >= 0) & (blocks <= 2**31 // size - 1)
+        first = jnp.where(used, blocks, 0) * size
+        within = jnp.arange(size, dtype=jnp.int32).reshape(*[1] * blocks.ndim, size)
+        positions = jnp.where(used[..., None], first[..., None] + within, -1)
+        return positions.reshape(*blocks.shape[:-1], blocks.shape[-1] * size)
+
+    return expanded(compat.whole_rows(blocks))
 
 
 def valid_slots(

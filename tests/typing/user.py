@@ -41,6 +41,12 @@ def selection(index_q: Array, index_k: Array, index_weights: Array, cache: Paged
     assert_type(jax_dsa.topk(index_q, 8, return_values=True), tuple[Array, Array])
     assert_type(jax_dsa.indexer_kl_loss(index_q, index_k), Array)
     assert_type(jax_dsa.dense_indexer_kl_loss(*index, index_q, index_k), Array)
+    assert_type(jax_dsa.block_tokens(index_q, 4), Array)
+
+
+def pooling(values: Array, gates: Array, bias: Array) -> None:
+    assert_type(jax_dsa.gated_pool(values, gates, bias), Array)
+    assert_type(jax_dsa.mean_pool(values, 4), Array)
 
 
 def decoding(q: Array, rows: Array, indices: Array) -> None:

@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+from typing import Any
+
+import jax.numpy as jnp
+
 from jax_dsa.core.arguments import (
     causal_ends,
     check_heads,
@@ -10,8 +14,10 @@ from jax_dsa.core.arguments import (
     shared_sinks,
 )
 from jax_dsa.core.checks import FLOATS, WIDE_FLOATS, Args
+from jax_dsa.core.deferred import Deferred
 from jax_dsa.core.ffi import Kernel, either
 from jax_dsa.core.op import Pass, differentiable
+from jax_dsa.core.rows import block_tokens
 from jax_dsa.core.typing import Array, Float, Implementation, Int
 from jax_dsa.ops.attn_dist import cuda, xla
 from jax_dsa.ops.attn_dist.spec import Operands, Options
@@ -34,6 +40,7 @@ def attn_dist(
     indices: Int[Array, "B T G K"] | Int[Array, "B T K"],
     lse: Float[Array, "B T N"],
     *,
+    block_size: int = 1,
     scale: float | None = None,
     head_group: int | None = None,
     is_causal: bool = False,
@@ -53,16 +60,21 @@ def attn_dist(
     and for queries with lse = -inf. It is not normalised, so that sums of shards of heads can be
     added first. The loss of the indexer uses it as the target distribution.
 
+    With `block_size` the slots are blocks of keys, as in `sparse_attention`. The probability of a
+    slot is then the sum over those keys of its block that the query sees.
+
     Args:
         q: Absorbed queries [B, T, N, D]; bfloat16, float16 or float32. N is a multiple of G.
         kv: Latent keys [B, S, G, D] in the dtype of `q`. Query head n attends to KV head
             n // (N/G).
         indices: Positions along S [B, T, G, K] or [B, T, K], int32, in any order. Any value outside
-            0..S-1 is an empty slot.
+            0..S-1 is an empty slot. With `block_size` they are numbers of blocks.
         lse: Log-sum-exp of the scores [B, T, N], float32, a natural logarithm without the sinks:
-            what `sparse_mla(..., return_lse=True)` returns for the same arguments. The
-            probabilities are as precise as this float32 number: if scores are above about 1e5, it
-            has lost digits of the logarithm of the sum.
+            what `sparse_mla` or `sparse_attention` returns for the same arguments and
+            `return_lse=True`. The probabilities are as precise as this float32 number: if scores
+            are above about 1e5, it has lost digits of the logarithm of the sum.
+        block_size: Number of keys in a block. Block j consists of the keys
+            `j * block_size <= s < (j + 1) * block_size` that exist. Causality masks keys within it.
         scale: Factor of the scores. Default: D^-1/2.
         head_group: Number of consecutive heads per sum, a divisor of N/G. Default: all heads, which
             requires G = 1, because the slots of several KV heads may hold different keys.
@@ -70,8 +82,8 @@ def attn_dist(
             `j <= (query_start + t + 1) // key_stride - 1`. Default: all keys are visible.
         query_start: Position of the first query in the sequence: an int, a scalar, or int32 [B].
         key_stride: Tokens per key, for compressed keys.
-        topk_length: Number of slots that are used, from the first one, int32 [B, T]. The others are
-            never read. Default: K.
+        topk_length: Number of slots (keys or blocks) that are used, from the first one, int32
+            [B, T]. The others are never read. Default: K.
         sinks: Logits [N], float32, that take part in the softmax denominator but have no value.
             +-inf are legal.
         deterministic: Whether gradients are bit-identical on every run.
@@ -98,14 +110,16 @@ def attn_dist(
         >>> bool(jnp.allclose(dist.sum(-1), 8))  # each of 8 heads adds 1
         True
 
-    Source: DeepSeek-V3.2 (2025), the alignment of the indexer with the main attention.
+    Source: DeepSeek-V3.2 (2025), the alignment of the indexer with the main attention. The sum over
+    a block is the teacher of a pooled indexer; MiniMax-M3 (2026) compares single keys instead.
     """
     args = Args("attn_dist", "q", q, "B T N D")
     call = args.call(implementation)
     q = args.array("q", q, "B T N D", FLOATS)
     kv = args.array("kv", kv, "B S G D", (q.dtype,))
     check_heads(args, "q", "kv")
-    indices, topk_length = selection(args, indices, topk_length)
+    slots, used = selection(args, indices, topk_length)
+    size = args.integer("block_size", block_size, 1)
     lse = args.array("lse", lse, "B T N", WIDE_FLOATS)
     heads, groups = args.sizes["N"], args.sizes["G"]
     if head_group is None:
@@ -123,5 +137,17 @@ def attn_dist(
     )
     ends = causal_ends(args, is_causal, query_start, key_stride)
     sinks = shared_sinks(args, sinks)
-    operands = Operands(q, kv, indices, lse, ends, topk_length, sinks)
-    return args.restore(attn_dist_op(call, options, operands)).dist
+    blocks, keys = slots.shape[3], args.sizes["S"]
+    if isinstance(keys, int):  # A larger block has no more keys.
+        size = min(size, max(1, keys))
+    operands: Any = Operands(q, kv, slots, lse, ends, used, sinks)
+    if size > 1:
+        tokens = Deferred(block_tokens, (slots,), (size,))
+        length = None if used is None else Deferred(_keys_used, (used,), (blocks, size))
+        operands = operands._replace(indices=tokens, topk_length=length)
+    dist = args.restore(attn_dist_op(call, options, operands)).dist
+    return dist if size == 1 else dist.reshape(*dist.shape[:-1], blocks, size).sum(-1)
+
+
+def _keys_used(blocks_used: Int[Array, "B T"], blocks: int, size: int) -> Int[Array, "B T"]:
+    return jnp.clip(blocks_used, 0, blocks) * size

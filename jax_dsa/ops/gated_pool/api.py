@@ -1,4 +1,4 @@
-"""`gated_pool`, which pools each block of tokens into one key."""
+"""`gated_pool` and `mean_pool`, which pool each block of tokens into one key."""
 
 from __future__ import annotations
 
@@ -13,7 +13,8 @@ from jax_dsa.ops.gated_pool import cuda, xla
 from jax_dsa.ops.gated_pool.spec import Operands, Options, Results
 
 _LIMITS = (
-    f"bfloat16, float16 and float32; R H to {cuda.MAX_POOLED}; D a multiple of {cuda.DIM_MULTIPLE}"
+    f"gates; bfloat16, float16 and float32; R H to {cuda.MAX_POOLED}; D a multiple of "
+    f"{cuda.DIM_MULTIPLE}"
 )
 
 FWD = Pass(
@@ -68,15 +69,59 @@ def gated_pool(
             where the kernel does not cover the arguments.
 
     Examples:
-        >>> import jax.numpy as jnp
-        >>> from jax_dsa.ops.gated_pool import gated_pool
+        >>> import jax.numpy as jnp, jax_dsa
         >>> values = jnp.arange(8.0).reshape(1, 8, 1, 1)
-        >>> gated_pool(values, jnp.zeros_like(values), jnp.zeros((4, 1, 1)))[0, :, 0].tolist()
+        >>> gates, bias = jnp.zeros_like(values), jnp.zeros((4, 1, 1))
+        >>> jax_dsa.gated_pool(values, gates, bias)[0, :, 0].tolist()
         [1.5, 5.5]
 
-    Source: The compressor of keys of DeepSeek-V4 (2026).
+    Source: The compressor of keys of DeepSeek-V4 (2026). With H = 1, the function also pools the
+    index keys of GLM-5.3-Flash (2026), whose `index_kpool_compress_ape` [R, D] is `bias[:, 0]`.
     """
     return _pooled(values, gates, bias, starts, None, implementation).keys
+
+
+def mean_pool(
+    values: Float[Array, "B S D"],
+    ratio: int,
+    starts: Int[Array, "B S"] | None = None,
+    *,
+    implementation: Implementation | None = None,
+) -> Float[Array, "B S/R D"]:
+    """Returns the mean of each block of R tokens.
+
+    The values of a block are added in float32 (float64 for float64) in the order of the tokens,
+    multiplied by 1/R, and rounded once to their dtype. The batch axis may be absent from all
+    arguments.
+
+    Args:
+        values: Values of the tokens; bfloat16, float16 or float32.
+        ratio: R, the number of tokens in a block.
+        starts: First row of each token's document, as in `gated_pool`.
+        implementation: None or "xla"; there is no kernel.
+
+    Returns:
+        The means [B, S // R, D] in the dtype of `values`, in the slots of `gated_pool`, with
+        gradients for the values. Slots without a block are zero.
+
+    Raises:
+        TypeError, ValueError: If an argument has the wrong type, shape or range.
+        NotImplementedError: For forward mode, gradients of gradients, or `implementation="cuda"`.
+
+    Examples:
+        >>> import jax.numpy as jnp, jax_dsa
+        >>> jax_dsa.mean_pool(jnp.arange(8.0).reshape(1, 8, 1), 4)[0, :, 0].tolist()
+        [1.5, 5.5]
+
+    Source: The index keys of Qwen3.8-Flash-Next (2026).
+    """
+    args = Args("mean_pool", "values", values, "B S D")
+    call = args.call(implementation)
+    values = args.array("values", values, "B S D", FLOATS)
+    options = Options(args.integer("ratio", ratio, 1))
+    starts = _starts(args, starts)
+    operands = Operands(values[:, :, None], None, None, starts, None)
+    return args.restore(gated_pool_op(call, options, operands)).keys
 
 
 def gated_pool_for_norm(
@@ -144,9 +189,15 @@ def _pooled(
     ratio = bias.shape[0]
     args.shape("bias", bias, isinstance(ratio, int), NO_SYMBOL)
     args.shape("bias", bias, ratio > 0, "R >= 1")
-    if starts is not None:
-        starts = jax.lax.stop_gradient(args.array("starts", starts, "B S", INT32))
+    starts = _starts(args, starts)
     if scale is not None:
         scale = args.array("scale", scale, "D", WIDE_FLOATS)[None]
     operands = Operands(values, gates, bias[None], starts, scale)
     return args.restore(gated_pool_op(call, Options(ratio), operands))
+
+
+def _starts(args: Args, starts: Array | None) -> Int[Array, "B S"] | None:
+    """Returns the checked argument 'starts'."""
+    if starts is None:
+        return None
+    return jax.lax.stop_gradient(args.array("starts", starts, "B S", INT32))

@@ -20,6 +20,8 @@ _DTYPES = (jnp.bfloat16, jnp.float16, jnp.float32)
 
 def supports(options: Options, x: Operands, *_: Any) -> str | None:
     """Returns None, or the reason why the kernels do not cover this call, in either pass."""
+    if x.gates is None:
+        return "it takes values with gates, got values without"
     wide = [a.dtype for a in (x.bias, x.scale) if a is not None]
     if x.values.dtype not in _DTYPES or any(dtype != jnp.float32 for dtype in wide):
         return f"it takes bfloat16, float16 and float32, got {x.values.dtype}, {wide[0]}"
@@ -53,6 +55,7 @@ def gated_pool_bwd(options: Options, avals: Gradients, x: Operands, dy: Results)
     Each split of the keys has its own sums, which make the gradient of the bias and, in the last
     row, that of the scale.
     """
+    assert avals.bias is not None
     batch, length, halves, dim = x.values.shape
     splits = int(
         ffi.extension().gated_pool_bwd_splits(

@@ -1,4 +1,4 @@
-"""Options, operands, results and gradients of gated pooling."""
+"""Options, operands, results and gradients of pooling."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from jax_dsa.core.typing import Array, Float, Int
 
 @dataclasses.dataclass(frozen=True)
 class Options:
-    """Static options of gated pooling.
+    """Static options of pooling.
 
     Attributes:
         ratio: Number of tokens in a block.
@@ -31,15 +31,16 @@ class Operands(NamedTuple):
     Attributes:
         values: Values that the tokens contribute to the key of their block. With two halves, the
             first half contributes to the key of the next block.
-        gates: Gates of the values.
-        bias: Bias of the gates, by the token's position in its block.
+        gates: Gates of the values. None: the values of a block have equal weights, and there is one
+            half.
+        bias: Bias of the gates, by the token's position in its block; None without gates.
         starts: First row of each token's document; None: one document, from row 0 on.
         scale: Factor of each channel of the keys, if a norm follows.
     """
 
     values: Float[Array, "b s h d"]
-    gates: Float[Array, "b s h d"]
-    bias: Float[Array, "b r h d"]
+    gates: Float[Array, "b s h d"] | None
+    bias: Float[Array, "b r h d"] | None
     starts: Int[Array, "b s"] | None
     scale: Float[Array, "b d"] | None
 
@@ -60,6 +61,6 @@ class Gradients(NamedTuple):
     """The gradients of the operands, in the operands' dtypes."""
 
     values: Array
-    gates: Array
-    bias: Array
+    gates: Array | None
+    bias: Array | None
     scale: Array | None

@@ -1,4 +1,4 @@
-"""Gated pooling in plain JAX."""
+"""Pooling in plain JAX."""
 
 from __future__ import annotations
 
@@ -81,6 +81,7 @@ class _Weighted(NamedTuple):
 
 def _weighted(options: Options, x: Operands, blocks: _Blocks | None) -> _Weighted:
     """Gathers the contributions to each key and computes their weights."""
+    assert x.gates is not None and x.bias is not None
     ratio, halves = options.ratio, x.values.shape[2]
     wide = jnp.promote_types(x.values.dtype, jnp.float32)
     gather = functools.partial(_contributions, ratio, None if blocks is None else blocks.last)
@@ -98,9 +99,21 @@ def _weighted(options: Options, x: Operands, blocks: _Blocks | None) -> _Weighte
     return _Weighted(values, jax.nn.softmax(gates, axis=2, where=used))
 
 
+def _mean(ratio: int, x: Float[Array, "B S 1 D"], blocks: _Blocks | None) -> Float[Array, "B W D"]:
+    """Returns the mean of each block's values, which are added in the order of the tokens."""
+    wide = x.astype(jnp.promote_types(x.dtype, jnp.float32))
+    values = _contributions(ratio, None if blocks is None else blocks.last, wide)
+    total = functools.reduce(jnp.add, (values[:, :, i] for i in range(ratio)))
+    if blocks is not None:
+        total = jnp.where(blocks.exists[..., None], total, 0)
+    return (total * (1 / ratio)).astype(x.dtype)
+
+
 def gated_pool_fwd(options: Options, x: Operands) -> Results:
     """Returns the mean of each key's contributions, weighted by the softmax of their gates."""
     blocks = None if x.starts is None else _blocks(options.ratio, x.starts)
+    if x.gates is None:
+        return Results(_mean(options.ratio, x.values, blocks), None)
     values, weights = _weighted(options, x, blocks)
     keys = jnp.sum(weights * values, axis=2)
     squares = None
@@ -113,6 +126,10 @@ def gated_pool_fwd(options: Options, x: Operands) -> Results:
 def gated_pool_bwd(options: Options, x: Operands, dy: Results) -> Gradients:
     """Returns the gradients. Gathers the contributions and computes their weights again."""
     blocks = None if x.starts is None else _blocks(options.ratio, x.starts)
+    if x.gates is None:
+        pull = jax.vjp(functools.partial(_mean, options.ratio, blocks=blocks), x.values)[1]
+        return Gradients(pull(dy.keys)[0], None, None, None)
+    assert x.bias is not None
     values, weights = _weighted(options, x, blocks)
     dkeys = dy.keys.astype(values.dtype)
     if blocks is not None:

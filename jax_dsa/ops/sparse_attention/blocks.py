@@ -5,6 +5,7 @@ from __future__ import annotations
 import jax.numpy as jnp
 from jax.core import min_dim
 
+from jax_dsa.core.rows import block_tokens
 from jax_dsa.core.typing import Array, Bool, Int
 from jax_dsa.ops.sparse_attention.spec import Operands, Options
 
@@ -25,13 +26,7 @@ def selected_keys(
         x: the operands of some queries.
         keys: number of rows of `k`.
     """
-    blocks = listed_blocks(options, x, keys)
-    size = options.block_size
-    # A block number beyond the keys is replaced before its product with the block size overflows.
-    blocks = jnp.where((blocks >= 0) & (blocks < -(-keys // size)), blocks, -1)
-    within = jnp.arange(size, dtype=jnp.int32).reshape(1, 1, 1, 1, size)
-    position = blocks[..., None] * size + within
-    position = position.reshape(*blocks.shape[:3], blocks.shape[3] * size)
+    position = block_tokens(listed_blocks(options, x, keys), options.block_size)
     seen = (position >= 0) & (position < keys)
     if x.lengths is not None:
         seen &= position < x.lengths[:, :, None, None]

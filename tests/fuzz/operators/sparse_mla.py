@@ -1,17 +1,24 @@
-"""Random calls of `sparse_mla`, `sparse_mla_decode` and `attn_dist`."""
+"""Random calls of `sparse_mla`, `sparse_mla_decode`, `attn_dist` and `block_tokens`."""
 
 from __future__ import annotations
 
 from typing import Any
 
 import numpy as np
-from fuzz.draw import INT_MAX, INT_MIN, Call, Draw, f32, f64, peak, without_batch
+from fuzz.draw import INT_MAX, INT_MIN, Call, Draw, f32, f64, i32, peak, without_batch
 from support.oracles import attn_dist as dist_oracle
 from support.oracles import sparse_mla as oracle
 from support.oracles.cache import packed, unpacked
 from support.oracles.mqa_decode import unpaged
 
-from jax_dsa import FlatCache, PagedCache, attn_dist, sparse_mla, sparse_mla_decode
+from jax_dsa import (
+    FlatCache,
+    PagedCache,
+    attn_dist,
+    block_tokens,
+    sparse_mla,
+    sparse_mla_decode,
+)
 
 KERNEL = {"T": (1, 5), "S": (70, 200), "G": (1,), "M": (4, 64, 70), "D": (512, 576), "K": (5, 130)}
 
@@ -181,6 +188,7 @@ def draw_attn_dist(c: Draw, r: Draw) -> Call:
         "q": r.floats(dtype, B, T, G * M, D),
         "kv": r.floats(dtype, B, S, G, D),
         "lse": r.floats(wide(dtype), B, T, G * M) + 2,
+        "block_size": c.integer(c.one(1, 1, 2, 3, 4, *([INT_MAX] if c.edge else []))),
         "scale": c.scale(),
         "head_group": c.one(*([None] if G == 1 else []), *map(c.integer, divisors or [1])),
         "deterministic": c.flag(),
@@ -194,6 +202,7 @@ def draw_attn_dist(c: Draw, r: Draw) -> Call:
 
     def want(q: Any, kv: Any, lse: Any, head_group: Any, **others: Any) -> list[np.ndarray]:
         options = oracle_options(others, q, kv.shape[2])
+        options["block_size"] = int(options["block_size"])
         group = None if head_group is None else int(head_group)
         return [dist_oracle.attn_dist(q, kv, lse=lse, head_group=group, **options)]
 
@@ -209,7 +218,25 @@ def draw_attn_dist(c: Draw, r: Draw) -> Call:
     return without_batch(call) if B == 1 and c.chance() else call
 
 
+def draw_block_tokens(c: Draw, r: Draw) -> Call:
+    B, T, K = c.dims(B=3, T=4, K=6)
+    leading = c.one((), (B,), (B, T), (B, T, 2))
+    kwargs = {
+        "indices": r.positions(2**31 // 4, *leading, K),
+        "block_size": c.integer(c.one(1, 2, 3, 4, 16)),
+    }
+
+    def want(indices: Any, block_size: Any) -> list[np.ndarray]:
+        size = int(block_size)
+        first = indices.astype(np.int64)[..., None] * size
+        tokens = np.where((first < 0) | (first + size > 2**31), -1, first + np.arange(size))
+        return [tokens.reshape(*leading, K * size)]
+
+    return Call(block_tokens, kwargs, want, (i32,))
+
+
 GENERATORS = {
+    "block_tokens": draw_block_tokens,
     "sparse_mla": draw_sparse_mla,
     "sparse_mla_decode": draw_sparse_mla_decode,
     "attn_dist": draw_attn_dist,

@@ -53,6 +53,10 @@ def pairs(q, kv, indices, lse):
     return attn_dist(q, kv, indices, lse, head_group=2)
 
 
+def block_pairs(q, kv, indices, lse):
+    return attn_dist(q, kv, indices, lse, head_group=2, block_size=3, is_causal=True)
+
+
 ROUTES = {
     "batch": (P("x"), P("x"), P("x"), P("x")),
     "query": (P(None, "x"), P(), P(None, "x"), P(None, "x")),
@@ -86,5 +90,12 @@ CASES = [
         make_grouped_args,
         (0, 1, 3),
         {"batch": ROUTES["batch"], "head": ROUTES["head"]},
+    ),
+    TransformCase(
+        "attn_dist-blocks",
+        block_pairs,
+        make_grouped_args,
+        (0, 1, 3),
+        {"batch": ROUTES["batch"], "query": ROUTES["query"], "head": ROUTES["head"]},
     ),
 ]

@@ -1,4 +1,7 @@
-"""Cases of `gated_pool`: one half and two halves, packed documents, and a scale for a norm."""
+"""Cases of pooling.
+
+Those of `gated_pool` have one half and two halves, packed documents, and a scale for a norm.
+"""
 
 from __future__ import annotations
 
@@ -8,7 +11,8 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import PartitionSpec as P
 
-from jax_dsa.ops.gated_pool import gated_pool, gated_pool_for_norm
+from jax_dsa import gated_pool, mean_pool
+from jax_dsa.ops.gated_pool import gated_pool_for_norm
 from support.cases import TransformCase
 
 if TYPE_CHECKING:
@@ -68,9 +72,26 @@ def scaled_case() -> TransformCase:
     )
 
 
+def make_mean_args(rng: np.random.Generator) -> tuple:
+    values, _, _, starts = make_packed_args(rng)
+    return values[:, :, 0], starts
+
+
+def mean(values, starts):
+    return mean_pool(values, 3, starts)
+
+
 CASES = [
     case("gated_pool", lambda rng: make_args(rng, 4, 1), 4, 1),
     case("gated_pool-halves", lambda rng: make_args(rng, 4, 2), 4, 2),
     case("gated_pool-documents", make_packed_args, 3, 2),
     scaled_case(),
+    TransformCase(
+        "mean_pool",
+        mean,
+        make_mean_args,
+        (0,),
+        {"batch": (P("x"), P("x")), "head": (P(None, None, "x"), P()), "keys": (P(None, "x"),) * 2},
+        {"keys": {(B, S // 3, D)}},
+    ),
 ]
