@@ -18,6 +18,7 @@ from support.hf_layers import (
     empty_caches,
     run_ours,
     same_selection,
+    tokens_per_key,
 )
 from support.parity import (
     BATCH,
@@ -149,7 +150,7 @@ def test_packed_documents(kind: str) -> None:
                 same = np.ones((BATCH, n), bool)
                 if picked[i] is not None:
                     same = same_selection(alone[i], picked[i], last, what)
-                    ratio = getattr(spec.config, "ratio", 1)
+                    ratio = tokens_per_key(spec.config)
                     here = np.asarray(selections[i])[:, start : start + n]
                     ours, separate = (
                         np.sort(k, -1)[..., ::-1] for k in (here, np.asarray(alone[i]))

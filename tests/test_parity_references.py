@@ -36,7 +36,7 @@ from support.parity_references import (
 
 from jax_dsa import nn
 
-KINDS = "deepseek_v32", "glm_moe_dsa", "hy_v4", "mistral_large4", "deepseek_v4"
+KINDS = "deepseek_v32", "glm_moe_dsa", "glm5_next", "hy_v4", "mistral_large4", "deepseek_v4"
 every_model = pytest.mark.parametrize("kind", KINDS)
 
 

@@ -21,6 +21,7 @@ from jax_dsa.nn.cache import LayerCache, check_layer_cache, check_rows, empty_la
 from jax_dsa.nn.config import AttentionConfig
 from jax_dsa.nn.indexer import IndexerInputs, LightningIndexer
 from jax_dsa.nn.mla import MLA
+from jax_dsa.nn.pools import pooled_attention, selectable, tokens_attended
 from jax_dsa.nn.positions import token_positions
 from jax_dsa.nn.query_chunks import QueryInputs, map_query_chunks
 from jax_dsa.nn.scopes import Module, scoped
@@ -45,11 +46,13 @@ class AttentionAux(NamedTuple):
         kl: The indexer's loss, in nats, the mean over queries. In sparse attention it compares the
             selected keys, in dense attention all visible keys. None without an indexer.
         lse: Log of the sum of exponentials of each head's scores, float32.
-        indices: The keys that each query attended to, int32, -1 in empty slots; None in dense
-            attention.
+        indices: The keys, or with `index_pool` the pools, that each query selected, int32, -1 in
+            empty slots; None in dense attention. Pool i of a document that begins at token s has
+            the number s // index_pool + i.
         q: Queries in the absorbed form.
         kv: The latent keys, in the order in which the sequence is stored.
-        indexer: The indexer's queries, keys and weights; None without an indexer.
+        indexer: The indexer's queries, keys and weights; None without an indexer. The keys of pools
+            are in the order of their numbers.
     """
 
     kl: Float[Array, ""] | None
@@ -120,9 +123,10 @@ class DSAttention(Module):
 
         Args:
             x: Hidden states.
-            indices: The keys to attend to, int32, as in `jax_dsa.dsa_attention`. By default the
-                indexer selects them and returns them as `aux.indices`; passing these again replays
-                the selection. A layer without an indexer needs them.
+            indices: The keys, or with `index_pool` the pools, to attend to, int32, as in
+                `jax_dsa.dsa_attention`. By default the indexer selects them and returns them as
+                `aux.indices`; passing these again replays the selection. A layer without an indexer
+                needs them.
             kv: Another layer's `aux.kv`, for a layer with `config.shares_keys`.
             positions: Positions of the tokens, int32, which only RoPE and `log_scaling` read. By
                 default each document counts from 0.
@@ -156,29 +160,36 @@ class DSAttention(Module):
         p = self.mla.project(x, positions)
         stored = p.kv if kv is None else kv
         assert stored is not None
-        index = None if self.indexer is None else self.indexer(x, p.q_latent, positions)
+        index = None
+        if self.indexer is not None:
+            index = self.indexer(x, p.q_latent, positions, starts, stripes=stripes)
         # Keys are put in the sequence's order here; queries keep the order of storage.
         kv = unstriped(stored, stripes)
-        inputs: dict[str, Any] = {} if index is None else index.unstriped_keys(stripes)._asdict()
+        inputs: dict[str, Any] = {}
+        if index is not None:
+            # The keys of pools are in order already.
+            inputs = index.unstriped_keys(stripes if c.index_pool is None else 1)._asdict()
         if sparse:
             scoring = {name: inputs.pop(name, None) for name in ("index_q", "index_weights")}
 
             def attend(some: QueryInputs) -> tuple[Any, ...]:
                 q = self.mla.absorbed_queries(some.projections)
-                out, dsa = dsa_attention(
-                    q,
-                    kv,
+                arguments: dict[str, Any] = {
                     **some.scoring,
                     **inputs,
-                    starts=some.starts,
-                    ends=some.ends,
-                    is_causal=some.ends is None,
-                    top_k=c.top_k if some.indices is None else None,
-                    indices=some.indices,
-                    value_dim=c.kv_rank,
-                    scale=c.scale,
-                    sinks=self.mla.sink_logits,
-                )
+                    "starts": some.starts,
+                    "ends": some.ends,
+                    "top_k": c.selected if some.indices is None else None,
+                    "indices": some.indices,
+                    "value_dim": c.kv_rank,
+                    "scale": c.scale,
+                    "sinks": self.mla.sink_logits,
+                }
+                if c.index_pool is None:
+                    out, dsa = dsa_attention(q, kv, is_causal=some.ends is None, **arguments)
+                else:
+                    pools: dict[str, Any] = {"size": c.index_pool, "with_tail": c.index_tail}
+                    out, dsa = pooled_attention(q, kv, **pools, **arguments)
                 kl = None if index is None else dsa.kl
                 return kl, self.mla.output(out, some.projections), dsa.lse, dsa.indices, q
 
@@ -187,6 +198,10 @@ class DSAttention(Module):
                 attend, queries, x.shape, c.query_chunk, stripes
             )
             return y, AttentionAux(kl, lse, selected, q, stored, index)
+        if index is not None and c.index_pool is not None:
+            raise NotImplementedError(
+                "DSAttention: sparse=False is not supported with index_pool; train with sparse=True"
+            )
         visible: dict[str, Any] = {"starts": starts, "ends": ends, "is_causal": ends is None}
         q = self.mla.absorbed_queries(p)
         in_order = jax.tree.map(lambda a: unstriped(a, stripes), (p._replace(kv=stored), starts))
@@ -210,13 +225,19 @@ class DSAttention(Module):
         fp8: bool = False,
         page_size: int | None = None,
         num_pages: int | None = None,
+        max_rollback: int = 16,
     ) -> LayerCache:
         """Returns an empty cache for `capacity` tokens of each of `batch` requests.
 
         The arguments are those of `LayerCache.empty`.
         """
         kind: IndexerType = "shared" if self.indexer is None else "full"
-        options: dict[str, Any] = {"fp8": fp8, "page_size": page_size, "num_pages": num_pages}
+        options: dict[str, Any] = {
+            "fp8": fp8,
+            "page_size": page_size,
+            "num_pages": num_pages,
+            "max_rollback": max_rollback,
+        }
         return empty_layer("DSAttention.init_cache", self.config, batch, capacity, kind, **options)
 
     @scoped
@@ -240,16 +261,18 @@ class DSAttention(Module):
             cache: The layer's cache. Its rows have `config.dtype`, or are FP8 records.
             counts: How many of the T tokens each request has, int32, clipped to 0..T; the others
                 are padding, which no token sees. Default: all.
-            indices: The keys to attend to, int32; keys after a token's own position are left out.
-                By default the indexer selects them.
+            indices: The keys, or with `index_pool` the pools, to attend to, int32; keys after a
+                token's own position are left out. By default the indexer selects them.
             kv: Another layer's cached keys, which already count all new tokens, for a layer with
                 `config.shares_keys`. They tell the positions of the tokens, so no token may have
                 lacked a page: otherwise the layer overwrites keys of earlier tokens.
 
         Returns:
-            The hidden states, the cache with the new tokens in it, and the keys attended to, int32,
-            -1 in empty slots. Padding gets hidden states of 0 and empty slots. Tokens that do not
-            fit into the cache get no valid results; compare `cache.free_tokens` before.
+            The hidden states, the cache with the new tokens in it, and the selected keys or pools,
+            int32, -1 in empty slots. Padding gets hidden states of 0 and empty slots. Tokens that
+            do not fit into the cache get no valid results; compare `cache.free_tokens` before. With
+            `index_pool`, a request whose length was set to a number that the cache does not support
+            gets NaN; see `LayerCache`.
 
         Raises:
             TypeError: If an argument has the wrong type.
@@ -273,26 +296,39 @@ class DSAttention(Module):
         if counts is not None:
             ends = jnp.where(step < counts[:, None], ends, 0)
         p = self.mla.project(x, positions)
-        index = None if self.indexer is None else self.indexer(x, p.q_latent, positions)
+        index = is_valid = None
+        if self.indexer is not None and c.index_pool is None:
+            index = self.indexer(x, p.q_latent, positions)
         cache = cache.append(p.kv, index, positions, counts)
+        keys = cache.kv if kv is None else kv
+        assert keys is not None
+        if self.indexer is not None and cache.open_pool is not None:
+            # Tokens that lack a page do not count. They come again.
+            held = keys.lengths.astype(jnp.int32) - lengths.astype(jnp.int32)
+            index, numbers, open_pool, is_valid = self.indexer.extend(
+                x, p.q_latent, positions, cache.open_pool, lengths, held
+            )
+            cache = cache.with_pools(index, numbers, open_pool)
+        starts, size = jnp.zeros_like(ends), c.index_pool or 1
         if indices is None:
             assert index is not None
             indices, _ = indexer_topk(
                 index.index_q,
                 cache.index_keys,
                 index.index_weights,
-                c.top_k,
+                c.selected,
                 index_k_scale=cache.index_k_scale,
-                ends=ends,
+                ends=ends // size,
             )
         else:
-            indices = jnp.where(indices < ends[..., None], indices, -1)
-        keys = cache.kv if kv is None else kv
-        assert keys is not None
+            indices = selectable(size, indices, starts, ends)
+        attended = indices
+        if c.index_pool is not None:
+            attended = tokens_attended(size, indices, starts, ends, with_tail=c.index_tail)
         out = sparse_mla_decode(
             self.mla.absorbed_queries(p),
             keys,
-            indices,
+            attended,
             value_dim=c.kv_rank,
             scale=c.scale,
             sinks=self.mla.sink_logits,
@@ -300,6 +336,8 @@ class DSAttention(Module):
         y = self.mla.output(out, p)
         if counts is not None:
             y = jnp.where((ends > 0)[..., None], y, 0)
+        if is_valid is not None:
+            y = jnp.where(is_valid[:, None, None], y, jnp.nan)
         return y, cache, indices
 
     def _check_keys(self, kv: object) -> None:

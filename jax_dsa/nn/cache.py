@@ -17,6 +17,7 @@ from jax_dsa.core.layout import RECORD_DIM, put_in_pages, put_rows
 from jax_dsa.core.typing import Array, Float, Int
 from jax_dsa.nn.arguments import check_cache, check_presence, check_type
 from jax_dsa.nn.config import AttentionConfig, DecoderConfig
+from jax_dsa.nn.open_pool import OpenPool, check_open_pool
 from jax_dsa.ops.cache import FlatCache, PagedCache
 from jax_dsa.ops.cache.lengths import checked_copy
 from jax_dsa.ops.cache.records import RECORDS, checks_of
@@ -34,14 +35,20 @@ class LayerCache(NamedTuple):
         kv: The rows that attention reads; its `lengths` count the tokens. None if the layer attends
             to another layer's keys.
         index_k: The indexer's keys, in the layout of `kv`, and flat if `kv` is None. None without
-            an indexer.
+            an indexer. With `config.index_pool`, a row per complete pool: S // index_pool of each
+            request, or L // index_pool of each page.
         index_k_scale: Scales of the indexer's keys, float32; None unless the indexer is quantised
             to FP8.
+        open_pool: The tokens that the key of the next pool will be computed from; None unless the
+            layer has an indexer with `config.index_pool`. If `lengths` are set to a number for
+            which it lacks tokens, the request's outputs are NaN until its length is set to 0. See
+            `max_rollback` of `empty`.
     """
 
     kv: FlatCache | PagedCache | None
     index_k: Float[Array, "B S C"] | Float[Array, "P L C"] | None
     index_k_scale: Float[Array, "B S"] | Float[Array, "P L"] | None
+    open_pool: OpenPool | None = None
 
     @classmethod
     def empty(
@@ -54,6 +61,7 @@ class LayerCache(NamedTuple):
         fp8: bool = False,
         page_size: int | None = None,
         num_pages: int | None = None,
+        max_rollback: int = 16,
     ) -> LayerCache:
         """Returns an empty cache; `DSAttention.init_cache` returns that of a layer.
 
@@ -63,16 +71,26 @@ class LayerCache(NamedTuple):
             capacity: S, number of tokens that each request may have.
             indexer_type: The layer's indexer type; "shared" stores no indexer's keys.
             fp8: Whether to store FP8 records, as in `FlatCache.empty`.
-            page_size: L, tokens per page; None: the cache is flat.
+            page_size: L, tokens per page, a multiple of `config.index_pool`; None: the cache is
+                flat.
             num_pages: P, number of pages in the pool, which may be fewer than all requests need for
                 their capacity. No page is mapped before `DecoderCache.with_page_table`; see
                 `jax_dsa.serving.PageAllocator`. By default the pool has pages for the capacity of
                 all requests, and each request owns consecutive ones.
+            max_rollback: Number of tokens by which `lengths` may be set back from the largest that
+                a request has had, such as the number of draft tokens per step in speculative
+                decoding. Only `config.index_pool` limits it. Every multiple of `index_pool` is
+                possible, too.
 
         Raises:
             TypeError, ValueError: If an argument has the wrong type or is out of range.
         """
-        options: dict[str, Any] = {"fp8": fp8, "page_size": page_size, "num_pages": num_pages}
+        options: dict[str, Any] = {
+            "fp8": fp8,
+            "page_size": page_size,
+            "num_pages": num_pages,
+            "max_rollback": max_rollback,
+        }
         return empty_layer("LayerCache.empty", config, batch, capacity, indexer_type, **options)
 
     @property
@@ -89,7 +107,11 @@ class LayerCache(NamedTuple):
 
     @property
     def index_keys(self) -> Array | FlatCache | PagedCache:
-        """The indexer's keys in the form that `indexer_topk` takes."""
+        """The indexer's keys in the form that `indexer_topk` takes.
+
+        With `config.index_pool` they are fewer than `lengths`. The argument `ends` of
+        `indexer_topk` must say how many pools a query may select.
+        """
         assert self.index_k is not None
         if self.kv is None:
             return self.index_k
@@ -122,23 +144,41 @@ class LayerCache(NamedTuple):
 
         Args:
             kv: Rows of the new tokens; None if the layer attends to another layer's keys.
-            index: The new tokens' indexer inputs; None without an indexer.
+            index: The new tokens' indexer inputs; None without an indexer, and with
+                `config.index_pool`, where `with_pools` stores the keys.
             positions: Positions of the new tokens, int32, which continue from `lengths`.
             counts: How many of the T tokens each request has, int32. Default: all.
         """
         if counts is not None:
             step = jnp.arange(positions.shape[1], dtype=jnp.int32)
             positions = jnp.where(step < counts[:, None], positions, -1)
-        old = self.index_k, self.index_k_scale
-        new = (None, None) if index is None else (index.index_k, index.index_k_scale)
-
-        def write(rows: jax.Array, new_rows: jax.Array) -> jax.Array:
-            if isinstance(self.kv, PagedCache):
-                return put_in_pages(rows, self.kv.page_table, positions, new_rows)
-            return put_rows(rows, positions, new_rows)
-
         extended = None if self.kv is None or kv is None else self.kv.append(kv, counts)
-        return LayerCache(extended, *jax.tree.map(write, old, new))
+        cache = self._replace(kv=extended)
+        return cache if index is None else cache._with_index_keys(index, positions)
+
+    def with_pools(
+        self, index: IndexerInputs, numbers: Int[Array, "B W"], open_pool: OpenPool
+    ) -> LayerCache:
+        """Returns the cache with the keys of new pools.
+
+        Args:
+            index: The indexer's inputs, with one key per pool.
+            numbers: Number of each pool in its request, int32; -1 if it is not complete.
+            open_pool: The tokens of the pools that are not complete.
+        """
+        return self._with_index_keys(index, numbers)._replace(open_pool=open_pool)
+
+    def _with_index_keys(self, index: IndexerInputs, rows: Int[Array, "B W"]) -> LayerCache:
+        """Returns the cache with the indexer's keys in these rows; -1 drops a key."""
+
+        def write(old: jax.Array, new: jax.Array) -> jax.Array:
+            if isinstance(self.kv, PagedCache):
+                return put_in_pages(old, self.kv.page_table, rows, new)
+            return put_rows(old, rows, new)
+
+        old, new = (self.index_k, self.index_k_scale), (index.index_k, index.index_k_scale)
+        keys, scales = jax.tree.map(write, old, new)
+        return self._replace(index_k=keys, index_k_scale=scales)
 
 
 def check_layer_cache(
@@ -156,7 +196,18 @@ def check_layer_cache(
     check_presence(args, f"{name}.index_k_scale", cache.index_k_scale, has_indexer and c.index_fp8)
     if cache.kv is not None:
         check_rows(args, f"{name}.kv", cache.kv, config)
+    pooled = has_indexer and c.index_pool is not None
+    check_presence(args, f"{name}.open_pool", cache.open_pool, pooled)
     lead = "P L" if isinstance(cache.kv, PagedCache) else "B S"
+    if cache.open_pool is not None and c.index_pool is not None:
+        check_open_pool(
+            *(args, f"{name}.open_pool", cache.open_pool, c.index_pool, c.index_dim, c.dtype),
+            has_gates=True,
+        )
+        if cache.kv is not None:
+            tokens = args.sizes[lead[-1]]
+            args.bind("W", tokens // c.index_pool, f"'{name}.kv' and index_pool")
+        lead = f"{lead[0]} W"
     if cache.index_k is not None:
         dtypes = (FP8 if c.index_fp8 else jnp.dtype(c.dtype),)
         args.array(f"{name}.index_k", cache.index_k, f"{lead} {c.index_dim}", dtypes)
@@ -198,13 +249,19 @@ class DecoderCache(NamedTuple):
         fp8: bool = False,
         page_size: int | None = None,
         num_pages: int | None = None,
+        max_rollback: int = 16,
     ) -> DecoderCache:
         """Returns an empty cache for `capacity` tokens of each of `batch` requests.
 
         The arguments are those of `LayerCache.empty`. A page number means the same place in every
         layer's pool, so all layers have the same page table.
         """
-        options: dict[str, Any] = {"fp8": fp8, "page_size": page_size, "num_pages": num_pages}
+        options: dict[str, Any] = {
+            "fp8": fp8,
+            "page_size": page_size,
+            "num_pages": num_pages,
+            "max_rollback": max_rollback,
+        }
         return empty_decoder("DecoderCache.empty", config, batch, capacity, **options)
 
     @property
@@ -247,7 +304,8 @@ class DecoderCache(NamedTuple):
         """Returns the cache with other lengths, the same ones in every layer.
 
         Smaller lengths drop the last tokens, for example rejected draft tokens or the padding of
-        prompts. A length of 0 begins a new request.
+        prompts. A length of 0 begins a new request. With `index_pool`, `max_rollback` of
+        `LayerCache.empty` limits how far a length may be set back.
 
         Args:
             lengths: Number of tokens to keep of each request, int32.
@@ -269,6 +327,7 @@ def empty_layer(
     fp8: bool,
     page_size: int | None,
     num_pages: int | None,
+    max_rollback: int,
 ) -> LayerCache:
     """Returns `LayerCache.empty`, where `op` is the public function, for messages."""
     args = checks_of(op)
@@ -291,6 +350,9 @@ def empty_layer(
         kv = FlatCache.empty(*tokens, dim, dtype=c.dtype, fp8=fp8)
     elif not c.shares_keys:
         page_size = args.integer("page_size", page_size, 1)
+        size = c.index_pool or 1
+        want = f"a multiple of the configuration's index_pool = {size}"
+        args.option("page_size", page_size, page_size % size == 0, want)
         entries = -(-capacity // page_size)  # of each request in the page table
         owned = batch * entries
         pool = owned if num_pages is None else args.integer("num_pages", num_pages, 0)
@@ -299,13 +361,19 @@ def empty_layer(
         if num_pages is None:
             table = jnp.arange(owned, dtype=jnp.int32).reshape(batch, entries)
             kv = dataclasses.replace(kv, page_table=table)
+    max_rollback = args.integer("max_rollback", max_rollback, 0)
     if indexer_type == "shared":
         return LayerCache(kv, None, None)
-    index_dtype = jnp.float8_e4m3fn if c.index_fp8 else c.dtype
+    open_pool = None
+    if c.index_pool is not None:
+        sizes = batch, c.index_pool, c.index_dim, max_rollback
+        open_pool = OpenPool.empty(*sizes, c.dtype, has_gates=True)
+        tokens = tokens[0], tokens[1] // c.index_pool
     return LayerCache(
         kv,
-        jnp.zeros((*tokens, c.index_dim), index_dtype),
+        jnp.zeros((*tokens, c.index_dim), jnp.float8_e4m3fn if c.index_fp8 else c.dtype),
         jnp.zeros(tokens, jnp.float32) if c.index_fp8 else None,
+        open_pool,
     )
 
 

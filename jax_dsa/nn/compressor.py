@@ -16,7 +16,7 @@ from jax_dsa.core.layout import put_rows
 from jax_dsa.core.typing import Array, Float, Int
 from jax_dsa.nn.arguments import check_module, check_type, hidden_states
 from jax_dsa.nn.compressed_config import CompressedConfig
-from jax_dsa.nn.ring import put_in_ring, rows_after_concatenation
+from jax_dsa.nn.ring import put_in_ring, rows_of_ring_and_new
 from jax_dsa.nn.scopes import Linear, Module, RMSNorm, scoped
 from jax_dsa.ops.gated_pool import gated_pool_for_norm
 
@@ -159,24 +159,17 @@ class Compressor(Module):
             lengths: Number of tokens before the new ones in each request, int32.
             counts: Number of new tokens of each request, int32, 0 to T. The rest is padding.
         """
-        ratio, length, size = self.ratio, x.shape[1], stream.values.shape[1]
+        ratio = self.ratio
         new_values, new_gates = self.wkv(x), self.wg(x)
-        blocks = length // ratio + 1  # as many as T tokens can complete
+        blocks = x.shape[1] // ratio + 1  # as many as T tokens can complete
         earlier_blocks = int(self.config.overlap)
         number = lengths[:, None] // ratio + jnp.arange(blocks, dtype=jnp.int32)
-
-        def aligned(ring: Array, new: Array, first: Array, lengths: Array) -> Array:
-            """Returns the rows of all blocks that may become complete, from position `first` on."""
-            rows = jnp.arange((blocks + earlier_blocks) * ratio, dtype=jnp.int32)
-            rows = rows_after_concatenation(size, first + rows, lengths)
-            x = jnp.concatenate([ring, new], axis=1)
-            return jnp.take_along_axis(x, rows[..., None], axis=1, mode="clip")
-
-        # With overlap, the rows begin with the block before the first one that may be complete.
+        # The rows of all blocks that may become complete. With overlap, they begin with the block
+        # before the first one of these.
         first = (number[:, :1] - earlier_blocks) * ratio
-        aligned = compat.left_to_compiler(aligned, new_values)
-        values = aligned(stream.values, new_values, first, lengths)
-        gates = aligned(stream.gates, new_gates, first, lengths)
+        rows = first + jnp.arange((blocks + earlier_blocks) * ratio, dtype=jnp.int32)
+        values = rows_of_ring_and_new(stream.values, new_values, rows, lengths)
+        gates = rows_of_ring_and_new(stream.gates, new_gates, rows, lengths)
         starts = None
         if self.config.overlap:  # There is no block before a request's first one.
             is_first = (lengths < ratio)[:, None]

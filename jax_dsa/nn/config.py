@@ -47,6 +47,7 @@ class AttentionConfig:
         index_rope_dim: Number of rotary elements of the indexer's queries and keys; even. Published
             models have `rope_dim`.
         top_k: K, number of keys that the indexer selects for a query. 2048 in all published models.
+            With `index_pool` it is the number of tokens in the selected pools.
         rope_base: Base of the rotary frequencies of attention and indexer. Default: 10000.0.
         rope_layout: Rotary layout of the attention's queries and keys, "interleaved" or "half"
             (Hy4); see `rope`. Default: 'interleaved'.
@@ -88,6 +89,13 @@ class AttentionConfig:
             separately. None means `norm_eps`. Default: None.
         shares_keys: Whether the layer attends to another layer's keys and has none of its own, like
             some layers of Mistral-Large-4. Default: False.
+        index_pool: Number of tokens whose keys the indexer pools into one, a divisor of `top_k`; 4
+            in GLM-5.3-Flash. The indexer then selects `top_k // index_pool` pools, and its loss
+            compares pools. The pools' keys have no position, so `index_rope_dim` is 0. None: the
+            indexer selects single keys. Default: None.
+        index_tail: Whether a query also attends to the tokens after its last complete pool, up to
+            itself, beside the selected ones. Without them, the first `index_pool - 1` queries
+            attend to nothing. Only used with `index_pool`. Default: True.
         query_chunk: Number of queries, of each stripe, that sparse attention processes at a time;
             None means all. The backward pass recomputes each chunk. A query of the absorbed form
             has num_heads (kv_rank + rope_dim) numbers, which for long sequences are most of a
@@ -128,6 +136,8 @@ class AttentionConfig:
     index_rope_last: bool = False
     index_norm_eps: float | None = None
     shares_keys: bool = False
+    index_pool: int | None = None
+    index_tail: bool = True
     query_chunk: int | None = None
 
     def __post_init__(self) -> None:
@@ -163,11 +173,28 @@ class AttentionConfig:
                     f"rope_dim / 2 = {self.rope_dim // 2} and "
                     f"index_rope_dim / 2 = {self.index_rope_dim // 2}"
                 )
+        if self.index_pool is not None:
+            pool = args.integer("index_pool", self.index_pool, 1)
+            if self.top_k % pool:
+                raise ValueError(
+                    f"AttentionConfig: index_pool is {pool}, expected a divisor of "
+                    f"top_k = {self.top_k}"
+                )
+            if self.index_rope_dim:
+                raise ValueError(
+                    f"AttentionConfig: index_rope_dim is {self.index_rope_dim}, expected 0 with "
+                    f"index_pool = {pool}, because the keys of pools have no position"
+                )
         if self.index_fp8 and self.index_fp4:
             raise ValueError(
                 "AttentionConfig: index_fp8 and index_fp4 are True, expected at most one of them"
             )
         check_index_dim("AttentionConfig", self)
+
+    @property
+    def selected(self) -> int:
+        """The number of keys, or of pools, that the indexer selects for a query."""
+        return self.top_k // (self.index_pool or 1)
 
     @property
     def scale(self) -> float:

@@ -245,12 +245,18 @@ class DecoderLM(Module):
         fp8: bool = False,
         page_size: int | None = None,
         num_pages: int | None = None,
+        max_rollback: int = 16,
     ) -> DecoderCache:
         """Returns an empty cache for `capacity` tokens of each of `batch` requests.
 
         The arguments are those of `LayerCache.empty`.
         """
-        options: dict[str, Any] = {"fp8": fp8, "page_size": page_size, "num_pages": num_pages}
+        options: dict[str, Any] = {
+            "fp8": fp8,
+            "page_size": page_size,
+            "num_pages": num_pages,
+            "max_rollback": max_rollback,
+        }
         return empty_decoder("DecoderLM.init_cache", self.config, batch, capacity, **options)
 
     @overload

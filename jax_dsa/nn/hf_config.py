@@ -32,13 +32,14 @@ class HFLayer(NamedTuple):
 
     Attributes:
         config: An `AttentionConfig` for `DSAttention`, a `CompressedConfig` for
-            `CompressedAttention`.
+            `CompressedAttention`. None if `jax_dsa.nn` has no such attention, as for the layers of
+            linear attention in GLM-5.3-Flash; the layer's other fields then mean nothing.
         indexer_type: Second argument of `DSAttention`.
         kv_source: Number of the layer whose keys this one attends to: its own number, or that of an
             earlier layer, whose `aux.kv` it takes as `kv`.
     """
 
-    config: AttentionConfig | CompressedConfig
+    config: AttentionConfig | CompressedConfig | None
     indexer_type: IndexerType
     kv_source: int
 
@@ -50,20 +51,21 @@ def from_hf(
 
     As in `transformers`, `rms_norm_eps` belongs to the norms of the residual stream, and so to your
     model (`DecoderConfig.norm_eps`). In attention it holds for the norms of DeepSeek-V4, for the
-    norm of the latent of Mistral-Large-4 and for the indexer of Hy4; all others have 1e-6.
+    norms of the latents of Mistral-Large-4 and GLM-5.3-Flash and for the indexer of Hy4; all others
+    have 1e-6.
 
     Args:
         config: The configuration, the dictionary that its `to_dict` returns, or a published
             `config.json`: its dictionary, its path, or the path of its directory. If it contains a
-            `text_config`, that one counts. The model types `deepseek_v32`, `glm_moe_dsa`, `hy_v4`,
-            `mistral_large4` (by its `text_config`) and `deepseek_v4` are supported. For a dense
-            model, pass the result of `sparse_hf_config`.
+            `text_config`, that one counts. The model types `deepseek_v32`, `glm_moe_dsa`,
+            `glm5_next`, `hy_v4`, `mistral_large4` (by its `text_config`) and `deepseek_v4` are
+            supported. For a dense model, pass the result of `sparse_hf_config`.
         rope_alpha: The checkpoint's learnt logarithms of frequency factors, one per rotary pair
             (Mistral's `rotary_emb.alpha`).
         dtype: Dtype of activations and caches.
 
     Returns:
-        One `HFLayer` per layer of the model.
+        One `HFLayer` per layer of the model, so that the index is the layer's number.
 
     Raises:
         KeyError: If the configuration lacks a field.
@@ -119,17 +121,9 @@ def _mla(
     """
     rope_dim, rope = c.integer("qk_rope_head_dim"), _rope_parameters(c)
     fields = {
-        "model_dim": c.integer("hidden_size"),
-        "num_heads": c.integer("num_attention_heads"),
-        "kv_rank": c.integer("kv_lora_rank"),
-        "nope_dim": c.integer("qk_nope_head_dim"),
+        **_mla_sizes(c),
         "rope_dim": rope_dim,
-        "v_dim": c.integer("v_head_dim"),
-        "index_heads": c.integer("index_n_heads"),
-        "index_dim": c.integer("index_head_dim"),
         "index_rope_dim": rope_dim,
-        "top_k": c.integer("index_topk"),
-        "bias": c["attention_bias"],
         "scale_factor": _scale_factor(rope),
         # `transformers` fixes the epsilon of these layers' norms. `rms_norm_eps` is that of the
         # residual stream's norms.
@@ -154,6 +148,56 @@ def _mla(
     return tuple(layers)
 
 
+def _mla_sizes(c: Fields) -> dict[str, Any]:
+    """Returns the fields of `AttentionConfig` that all models of this attention have."""
+    return {
+        "model_dim": c.integer("hidden_size"),
+        "num_heads": c.integer("num_attention_heads"),
+        "kv_rank": c.integer("kv_lora_rank"),
+        "nope_dim": c.integer("qk_nope_head_dim"),
+        "v_dim": c.integer("v_head_dim"),
+        "index_heads": c.integer("index_n_heads"),
+        "index_dim": c.integer("index_head_dim"),
+        "top_k": c.integer("index_topk"),
+        "bias": c["attention_bias"],
+    }
+
+
+def _glm5_next(c: Fields, alpha: Sequence[float] | None, dtype: Any) -> tuple[HFLayer, ...]:
+    """Returns layers of GLM-5.3-Flash. By default every fourth one has sparse attention."""
+    if alpha is not None:
+        raise ValueError(
+            f"from_hf: argument 'rope_alpha' has shape {np.shape(alpha)}, expected None, because "
+            f"the layers of {c.name} have no rotary embedding"
+        )
+    count = c.integer("num_hidden_layers")
+    default = ["indexed_attention" if i % 4 == 3 else "linear_attention" for i in range(count)]
+    kinds = c.per_layer("layer_types", c.optional("layer_types", default))
+    for i, kind in enumerate(kinds):
+        known = "linear_attention", "indexed_attention", "full_attention"
+        c.option(f"layer_types[{i}]", kind, known)
+    # `transformers` calls these layers by two names.
+    is_sparse = [kind != "linear_attention" for kind in kinds]
+    types = _indexer_types(c, 1, is_sparse)
+    c.option("qk_rope_head_dim", c.integer("qk_rope_head_dim", 0), (0,))
+    config = c.built(
+        AttentionConfig,
+        **_mla_sizes(c),
+        q_rank=c.integer("q_lora_rank"),
+        rope_dim=0,
+        index_rope_dim=0,
+        index_pool=c.integer("index_kpool"),
+        index_tail=c.optional("index_kpool_always_select_tail", True),
+        norm_eps=c.number("rms_norm_eps"),
+        index_norm_eps=1e-6,
+        dtype=dtype,
+    )
+    return tuple(
+        HFLayer(config, types[i], i) if is_sparse[i] else HFLayer(None, "full", i)
+        for i in range(count)
+    )
+
+
 def _mistral(c: Fields, alpha: Sequence[float] | None, dtype: Any) -> tuple[HFLayer, ...]:
     """Returns layers of Mistral-Large-4. By default every fourth one has no position."""
     period = c.integer("no_rope_layer_interval", default=4)
@@ -171,7 +215,9 @@ def _mistral(c: Fields, alpha: Sequence[float] | None, dtype: Any) -> tuple[HFLa
     )
 
 
-def _indexer_types(c: Fields, frequency: int) -> list[IndexerType]:
+def _indexer_types(
+    c: Fields, frequency: int, is_sparse: Sequence[bool] | None = None
+) -> list[IndexerType]:
     """Returns the layers' indexer types, which a configuration gives in one of three ways.
 
     These are a list of types, a pattern of F ("full") and S ("shared"), and a frequency. With the
@@ -181,6 +227,8 @@ def _indexer_types(c: Fields, frequency: int) -> list[IndexerType]:
     Args:
         c: The configuration.
         frequency: The default of `index_topk_freq`.
+        is_sparse: Which layers have sparse attention. Other layers pass no selection on. Default:
+            all.
     """
     field, types = "indexer_types", c.get("indexer_types")
     if types is None:
@@ -196,6 +244,12 @@ def _indexer_types(c: Fields, frequency: int) -> list[IndexerType]:
     types = c.per_layer(field, types)
     for i, kind in enumerate(types):
         c.option(f"{field}[{i}]", kind, ("full", "shared") if i else ("full",))
+        if is_sparse is None or kind == "full" or not is_sparse[i] or is_sparse[i - 1]:
+            continue
+        raise ValueError(
+            f"from_hf: {field} in {c.name} makes layer {i} 'shared', expected 'full' after layer "
+            f"{i - 1}, which has no sparse attention and passes no selection on"
+        )
     return types
 
 
@@ -278,6 +332,8 @@ _MODELS: dict[str, Callable[[Fields, Any, Any], tuple[HFLayer, ...]]] = {
     "glm_moe_dsa": lambda c, a, d: _mla(
         *(c, a, d), q_rank=c.integer("q_lora_rank"), index_rope_layout="interleaved"
     ),
+    "glm5_next": _glm5_next,
+    "glm5_next_text": _glm5_next,
     "hy_v4": lambda c, a, d: _mla(
         *(c, a, d),
         indexer_frequency=4,

@@ -118,6 +118,10 @@ def _mla_tensors(module: DSAttention) -> Iterator[HFTensor]:
         yield from _linear("indexer.wk", indexer.wk)
         yield from _norm("indexer.k_norm", indexer.k_norm)
         yield from _linear("indexer.weights_proj", indexer.weights)
+        yield from _same("indexer.index_kpool_compress_ape", indexer.position_bias)
+        if indexer.wg is not None:
+            gate = "indexer.index_kpool_compress_gate"
+            yield HFTensor(gate, (indexer.wg.kernel,), lambda x: (x.T,), lambda x: x.T)
     for name, scale in scales:
         if scale is not None:
             yield from _same(f"{name}.scale", scale.scale)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -10,7 +10,7 @@ from flax import nnx
 
 from jax_dsa.core.checks import FLOATS, INT32
 from jax_dsa.core.export import exportable
-from jax_dsa.core.typing import Array, Float, Int
+from jax_dsa.core.typing import Array, Bool, Float, Int
 from jax_dsa.nn.arguments import check_module, hidden_states
 from jax_dsa.nn.config import AttentionConfig
 from jax_dsa.nn.fp4 import fake_quantize_fp4
@@ -18,7 +18,11 @@ from jax_dsa.nn.linear import projection
 from jax_dsa.nn.rotary import hadamard, rope
 from jax_dsa.nn.scopes import LayerNorm, Linear, Module, scoped
 from jax_dsa.nn.stripes import unstriped
+from jax_dsa.ops.gated_pool import gated_pool
 from jax_dsa.ops.quantize_fp8 import quantize_fp8
+
+if TYPE_CHECKING:
+    from jax_dsa.nn.open_pool import OpenPool
 
 
 @exportable
@@ -27,15 +31,16 @@ class IndexerInputs(NamedTuple):
 
     Attributes:
         index_q: Queries, in the layer's dtype or float8_e4m3fn.
-        index_k: Keys, in the dtype of the queries.
+        index_k: Keys, in the dtype of the queries: S = T keys of tokens, or one key for every
+            `index_pool` tokens.
         index_weights: Weight of each head for each query, float32.
         index_k_scale: Scale of each FP8 key, float32; None without quantisation.
     """
 
     index_q: Float[Array, "B T J C"]
-    index_k: Float[Array, "B T C"]
+    index_k: Float[Array, "B S C"]
     index_weights: Float[Array, "B T J"]
-    index_k_scale: Float[Array, "B T"] | None
+    index_k_scale: Float[Array, "B S"] | None
 
     def unstriped_keys(self, stripes: int) -> IndexerInputs:
         """Returns these arguments with the keys in the sequence's order.
@@ -69,15 +74,16 @@ class LightningIndexer(Module):
     """Projects hidden states to the indexer's queries, keys and head weights.
 
     The keys have a layer norm. Queries and keys have rotary position in their first (or last)
-    `index_rope_dim` elements. Then the Hadamard transform and quantisation follow, if the
-    configuration asks for them. Both inputs pass through `stop_gradient`, so that any loss of the
-    results trains the indexer alone.
+    `index_rope_dim` elements. With `config.index_pool` they have none, and the keys of each pool of
+    tokens become one, by the softmax of `gated_pool` over the tokens' gates. Then the Hadamard
+    transform and quantisation follow, if the configuration asks for them. Both inputs pass through
+    `stop_gradient`, so that any loss of the results trains the indexer alone.
 
     Args:
         config: Sizes and switches of the layer.
         rngs: Random streams that initialise the parameters.
 
-    Source: DeepSeek-V3.2 (2025), section 2.
+    Source: DeepSeek-V3.2 (2025), section 2; the pooling as in GLM-5.3-Flash (2026).
     """
 
     def __init__(self, config: AttentionConfig, *, rngs: nnx.Rngs) -> None:
@@ -92,6 +98,9 @@ class LightningIndexer(Module):
         self.wk = projection(c, c.model_dim, c.index_dim, rngs)
         self.k_norm = LayerNorm(c.index_dim, **norm)
         self.q_scale = LogScale(c.index_heads) if c.log_scaling else None
+        size = c.index_pool
+        self.wg = None if size is None else projection(c, c.model_dim, c.index_dim, rngs)
+        self.position_bias = None if size is None else nnx.Param(jnp.zeros((size, c.index_dim)))
         # The weights decide between close scores and are few, so they stay in float32.
         self.weights = Linear(c.model_dim, c.index_heads, use_bias=False, rngs=rngs)
 
@@ -101,6 +110,9 @@ class LightningIndexer(Module):
         x: Float[Array, "B T M"],
         q_latent: Float[Array, "B T Q"],
         positions: Int[Array, "B T"],
+        starts: Int[Array, "B T"] | None = None,
+        *,
+        stripes: int = 1,
     ) -> IndexerInputs:
         """Returns the indexer's arguments for some tokens.
 
@@ -108,23 +120,98 @@ class LightningIndexer(Module):
             x: Hidden states.
             q_latent: The input of the attention's query projection; see `MLAProjections`.
             positions: Rotary positions of the tokens, int32.
+            starts: First token of each token's document, int32; read only with `index_pool`.
+                Default: each sequence is one document.
+            stripes: Number of stripes that all arrays store the sequence in; see
+                `jax_dsa.nn.stripes`. The keys of pools are in the sequence's order.
 
         Raises:
             TypeError, ValueError: If an argument has the wrong type or shape.
         """
+        x, q_latent, positions = self._checked(x, q_latent, positions)
+        if self.config.index_pool is None:
+            keys = self._rotate(self.k_norm(self.wk(x)), positions)
+        else:
+            in_order = (*self._contributions(x), starts)
+            keys = self._pooled(*jax.tree.map(lambda a: unstriped(a, stripes), in_order))
+        return self._inputs(x, q_latent, positions, keys)
+
+    @scoped
+    def extend(
+        self,
+        x: Float[Array, "B T M"],
+        q_latent: Float[Array, "B T Q"],
+        positions: Int[Array, "B T"],
+        pool: OpenPool,
+        lengths: Int[Array, "B"],
+        counts: Int[Array, "B"],
+    ) -> tuple[IndexerInputs, Int[Array, "B W"], OpenPool, Bool[Array, "B"]]:
+        """Returns the indexer's arguments for each request's next tokens, with `index_pool`.
+
+        Args:
+            x: Hidden states of the new tokens.
+            q_latent: As in `__call__`.
+            positions: As in `__call__`.
+            pool: The last tokens before.
+            lengths: Number of tokens before the new ones in each request, int32.
+            counts: Number of new tokens of each request, int32, 0 to T. The rest is padding.
+
+        Returns:
+            The arguments, whose keys are those of the pools that the new tokens may complete; the
+            numbers of these pools, -1 where they are not complete; `pool` with the new tokens; and
+            for which requests `pool` is valid.
+        """
+        c = self.config
+        x, q_latent, positions = self._checked(x, q_latent, positions)
+        assert c.index_pool is not None
+        pool, new = pool.extended(c.index_pool, *self._contributions(x), lengths, counts)
+        keys = self._pooled(new.values, new.gates, None)
+        inputs = self._inputs(x, q_latent, positions, keys)
+        return inputs, new.numbers, pool, new.is_valid
+
+    def _checked(self, x: Any, q_latent: Any, positions: Any) -> tuple[Array, Array, Array]:
+        """Returns the arguments of these names; hidden states and latents have no gradient."""
         c = self.config
         args, x = hidden_states("LightningIndexer", self, x, c.model_dim)
         args.bind("Q", c.q_rank or c.model_dim, "'config'")
         q_latent = args.array("q_latent", q_latent, "B T Q", FLOATS)
         positions = args.array("positions", positions, "B T", INT32)
-        x, q_latent = jax.lax.stop_gradient((x, q_latent))
+        return *jax.lax.stop_gradient((x, q_latent)), positions
+
+    def _contributions(
+        self, x: Float[Array, "B T M"]
+    ) -> tuple[Float[Array, "B T C"], Float[Array, "B T C"]]:
+        """Returns the tokens' keys before the pooling, and their gates."""
+        assert self.wg is not None
+        return self.k_norm(self.wk(x)), self.wg(x)
+
+    def _pooled(
+        self,
+        values: Float[Array, "B T C"],
+        gates: Float[Array, "B T C"] | None,
+        starts: Int[Array, "B T"] | None,
+    ) -> Float[Array, "B W C"]:
+        """Returns the pools' keys, prepared for scoring."""
+        assert self.position_bias is not None and gates is not None
+        bias = self.position_bias[...].astype(jnp.float32)[:, None]
+        keys = gated_pool(values[:, :, None], gates[:, :, None], bias, starts)
+        return self._prepared(keys)
+
+    def _inputs(
+        self,
+        x: Float[Array, "B T M"],
+        q_latent: Float[Array, "B T Q"],
+        positions: Int[Array, "B T"],
+        k: Float[Array, "B S C"],
+    ) -> IndexerInputs:
+        """Returns the arguments with these keys."""
+        c = self.config
         if self.q_norm is not None:
             q_latent = self.q_norm(q_latent)
         q = self.wq(q_latent).reshape(*x.shape[:2], c.index_heads, c.index_dim)
         if self.q_scale is not None:
             q = self.q_scale(q, positions)
         q = self._rotate(q, positions)
-        k = self._rotate(self.k_norm(self.wk(x)), positions)
         weights = self.weights(x.astype(jnp.float32)) * (c.index_heads * c.index_dim) ** -0.5
         if not c.index_fp8:
             return IndexerInputs(q, k, weights, None)
@@ -142,7 +229,12 @@ class LightningIndexer(Module):
         split = c.index_dim - c.index_rope_dim if last else c.index_rope_dim
         head, tail = jnp.split(x, [split], axis=-1)
         rotated = rope(tail if last else head, positions, layout=c.index_rope_layout, **c.rotation)
-        x = jnp.concatenate([head, rotated] if last else [rotated, tail], axis=-1)
+        return self._prepared(
+            jnp.concatenate([head, rotated] if last else [rotated, tail], axis=-1)
+        )
+
+    def _prepared(self, x: Float[Array, "B T *H C"]) -> Float[Array, "B T *H C"]:
+        c = self.config
         return prepare_for_scoring(x, use_hadamard=c.index_hadamard, fp4=c.index_fp4)
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import jax.numpy as jnp
 
+from jax_dsa.core import compat
 from jax_dsa.core.layout import put_rows
 from jax_dsa.core.typing import Array, Float, Int
 
@@ -23,6 +24,31 @@ def rows_after_concatenation(
     lengths = jnp.expand_dims(lengths, tuple(range(1, positions.ndim)))
     in_ring = positions % max(1, size)
     return jnp.where(positions < lengths, in_ring, size + positions - lengths)
+
+
+def rows_of_ring_and_new(
+    ring: Float[Array, "B R D"],
+    new: Float[Array, "B T D"],
+    positions: Int[Array, "B n"],
+    lengths: Int[Array, "B"],
+) -> Float[Array, "B n D"]:
+    """Returns the rows of positions, which the ring or the new rows hold.
+
+    A position that neither holds gets an arbitrary row.
+
+    Args:
+        ring: The last R rows before the new ones.
+        new: The new rows.
+        positions: Positions in each request, int32.
+        lengths: Position of each request's first new row, int32.
+    """
+
+    def rows(ring: Array, new: Array, positions: Array, lengths: Array) -> Array:
+        joined = jnp.concatenate([ring, new], axis=1)
+        found = rows_after_concatenation(ring.shape[1], positions, lengths)
+        return jnp.take_along_axis(joined, found[..., None], axis=1, mode="clip")
+
+    return compat.left_to_compiler(rows, new)(ring, new, positions, lengths)
 
 
 def put_in_ring(

@@ -97,18 +97,24 @@ def decode_ours(
 
 
 def index_scores(module: Any, x: Any, aux: Any) -> Any:
-    """Returns the indexer's scores of all keys, -inf for keys that a token does not see.
+    """Returns the indexer's scores of all keys or pools, -inf for those that a token does not see.
 
     The result is None if the layer has no indexer.
     """
     if module.indexer is None:
         return None
-    if not isinstance(module, nn.CompressedAttention):
-        return jax_dsa.indexer_logits(**aux.indexer._asdict(), is_causal=True)
     positions = jnp.broadcast_to(jnp.arange(x.shape[1]), x.shape[:2])
+    ends = (positions + 1) // tokens_per_key(module.config)
+    if not isinstance(module, nn.CompressedAttention):
+        return jax_dsa.indexer_logits(**aux.indexer._asdict(), ends=ends)
     q, weights = module.indexer(x, module.q_norm(module.wq_a(x)), positions)
     keys = module.indexer.compressor(x, positions, None)
-    return jax_dsa.indexer_logits(q, keys, weights, ends=(positions + 1) // module.config.ratio)
+    return jax_dsa.indexer_logits(q, keys, weights, ends=ends)
+
+
+def tokens_per_key(config: Any) -> int:
+    """Returns how many tokens each key that a layer's indexer scores stands for."""
+    return getattr(config, "ratio", None) or getattr(config, "index_pool", None) or 1
 
 
 def assert_close(got: Any, want: Any, what: str, least: float = 0.0) -> None:

@@ -101,6 +101,20 @@ MODELS = {
             "rope_parameters": {"rope_type": "default", "rope_theta": 1000000.0},
         },
     ),
+    "glm5_next": Model(
+        "glm5_next",
+        "Glm5NextText",
+        {
+            "q_lora_rank": 20,
+            "v_head_dim": 20,
+            "qk_rope_head_dim": 0,
+            "num_hidden_layers": 3,
+            "layer_types": ["indexed_attention"] * 3,
+            "indexer_types": ["full", "shared", "full"],
+            "index_kpool": 4,
+            "pad_token_id": None,
+        },
+    ),
     "hy_v4": Model(
         "hy_v4",
         "HYV4",
@@ -172,7 +186,7 @@ def stack(kind: str) -> tuple[Any, Any, list[Any], tuple[nn.HFLayer, ...]]:
     modeling = __import__(
         f"transformers.models.{model.module}.modeling_{model.module}", fromlist=["x"]
     )
-    rotary = getattr(modeling, f"{model.names}RotaryEmbedding")(config)
+    rotary = getattr(modeling, f"{model.names}RotaryEmbedding", lambda config: None)(config)
     alpha = None
     if hasattr(rotary, "alpha"):
         rotary.alpha.data += torch.linspace(-0.2, 0.3, len(rotary.alpha))
@@ -222,7 +236,7 @@ def run_hf(kind: str, inputs: Any, *, past: int = 0, cache: Any = None) -> tuple
 
     Returns the outputs and the selections of all layers.
     """
-    _, rotary, layers, _ = stack(kind)
+    config, rotary, layers, _ = stack(kind)
     length = inputs[0].shape[1]
     positions = torch.arange(past, past + length)[None].expand(BATCH, -1)
     compressed = kind == "deepseek_v4"
@@ -230,7 +244,11 @@ def run_hf(kind: str, inputs: Any, *, past: int = 0, cache: Any = None) -> tuple
         names = ("main", "compress")
         rotations: Any = {name: rotary(inputs[0], positions, layer_type=name) for name in names}
     else:
-        rotations = rotary(inputs[0], positions)
+        rotations = None if rotary is None else rotary(inputs[0], positions)
+    pool = getattr(config, "index_kpool", None)
+    mask = causal_bias(length, past, WINDOW if compressed else None)
+    if pool is not None:  # This layer only takes the mask of padding.
+        mask = torch.ones(BATCH, length, dtype=torch.bool)
     outs, selections, selected = [], [], None
     extra: dict[str, Any] = {}
     if kind == "mistral_large4":
@@ -246,7 +264,7 @@ def run_hf(kind: str, inputs: Any, *, past: int = 0, cache: Any = None) -> tuple
         out, *_ = layer(
             x,
             position_embeddings=rotations,
-            attention_mask=causal_bias(length, past, WINDOW if compressed else None),
+            attention_mask=mask,
             position_ids=positions,
             past_key_values=cache,
             **extra,
@@ -256,7 +274,11 @@ def run_hf(kind: str, inputs: Any, *, past: int = 0, cache: Any = None) -> tuple
             selected = found[0]
         outs.append(out)
         has_no_selection = kind in DENSE or (compressed and indexer is None)
-        selections.append(None if has_no_selection else selected.int().numpy())
+        picked = None if has_no_selection else selected.int().numpy()
+        if pool is not None and picked is not None:  # Tokens of pools, then the tail.
+            pools = min(config.index_topk, past + length) // pool
+            picked = picked[..., : pools * pool : pool] // pool
+        selections.append(picked)
     return outs, selections
 
 
