@@ -127,6 +127,7 @@ def key_ranges(
     query_start: Any = 0,
     segment_ids: Any = None,
     lengths: Int[Array, "B"] | None = None,
+    key_stride: Any = 1,
 ) -> tuple[Any, Any]:
     """Returns the half-open range of keys that each query sees: two int32 [B, T] in 0..S.
 
@@ -135,8 +136,13 @@ def key_ranges(
         starts, ends, is_causal, query_start, segment_ids: the user's arguments.
         lengths: the number of tokens that each request of a cache has, the last T of which are the
             queries' own; None without a cache. A length beyond S still says where the queries are.
+        key_stride: the user's argument, the number of positions per key; see `causal_ends`.
     """
     causal = args.flag("is_causal", is_causal)
+    stride = args.integer("key_stride", key_stride, 1)
+    for given, what in ((lengths, "with a cache"), (segment_ids, "beside 'segment_ids'")):
+        free = given is None or stride == 1
+        args.option("key_stride", stride, free, f"1 {what}; pass 'starts' and 'ends'")
     ids = None
     if segment_ids is not None:
         given = type(segment_ids).__name__
@@ -156,9 +162,9 @@ def key_ranges(
     return (
         Deferred(_range_starts, (starts, ids), sizes),
         # A causal query sees nothing after itself, so the end of its document changes nothing.
-        Deferred(_range_ends, (ends, first, None, lengths), sizes)
+        Deferred(_range_ends, (ends, first, None, lengths), (*sizes, stride))
         if causal
-        else Deferred(_range_ends, (ends, None, ids, lengths), sizes),
+        else Deferred(_range_ends, (ends, None, ids, lengths), (*sizes, stride)),
     )
 
 
@@ -182,6 +188,7 @@ def _range_ends(
     lengths: Array | None,
     shape: tuple[int, int],
     size: int,
+    stride: int,
 ) -> Array:
     ends = jnp.full(shape, size, jnp.int32) if ends is None else jnp.clip(ends, 0, size)
     if ids is not None:
@@ -192,7 +199,7 @@ def _range_ends(
         first = None if first is None else lengths - shape[1]
     if first is not None:
         visible = first[:, None] + jnp.arange(1, shape[1] + 1, dtype=jnp.int32)[None]
-        ends = jnp.clip(ends, 0, jnp.maximum(visible, 0))
+        ends = jnp.clip(ends, 0, jnp.maximum(visible, 0) // stride)
     return ends
 
 

@@ -126,9 +126,7 @@ def inputs_of(
     return IndexerOperands(q=q, k=keys.rows, weights=weights, k_scale=index_k_scale)
 
 
-def _operands(
-    inputs: IndexerOperands, ranges: tuple[Any, Any], page_table: Array | None = None
-) -> Operands:
+def _operands(inputs: IndexerOperands, ranges: tuple[Any, Any]) -> Operands:
     starts, ends = ranges
     return Operands(
         q=inputs.q,
@@ -137,7 +135,6 @@ def _operands(
         k_scale=inputs.k_scale,
         starts=starts,
         ends=ends,
-        page_table=page_table,
     )
 
 
@@ -152,6 +149,7 @@ def indexer_logits(
     starts: Int[Array, "B T"] | None = None,
     ends: Int[Array, "B T"] | None = None,
     segment_ids: Int[Array, "B T"] | None = None,
+    key_stride: int = 1,
     relu: bool = True,
     implementation: Implementation | None = None,
 ) -> Float[Array, "B T S"]:
@@ -180,6 +178,8 @@ def indexer_logits(
         segment_ids: Numbers of packed documents, int32, if queries and keys are the same tokens
             (T == S, and `query_start` is 0). Each run of equal numbers is a document, and a query
             sees only its own document.
+        key_stride: Tokens per key, for compressed keys. A causal query at position p sees key i if
+            i < (p + 1) // key_stride. Must be 1 with `segment_ids`.
         relu: Whether to apply the ReLU.
         implementation: None (the CUDA kernel if it supports the call, else XLA), "cuda" or "xla".
 
@@ -205,7 +205,9 @@ def indexer_logits(
     args = Args("indexer_logits", "index_q", index_q, "B T J C")
     call = args.call(implementation)
     inputs = indexer_inputs(args, index_q, index_k, index_weights, index_k_scale)
-    ranges = key_ranges(args, starts, ends, is_causal, query_start, segment_ids)
+    ranges = key_ranges(
+        args, starts, ends, is_causal, query_start, segment_ids, key_stride=key_stride
+    )
     options = Options(relu=args.flag("relu", relu))
     return args.restore(indexer_logits_op(call, options, _operands(inputs, ranges))).logits
 
@@ -222,6 +224,9 @@ def indexer_topk(
     starts: Int[Array, "B T"] | None = None,
     ends: Int[Array, "B T"] | None = None,
     segment_ids: Int[Array, "B T"] | None = None,
+    key_stride: int = 1,
+    candidates: Int[Array, "B T M"] | None = None,
+    candidate_block_size: int | None = None,
     relu: bool = True,
     deterministic: bool = False,
     implementation: Implementation | None = None,
@@ -247,6 +252,13 @@ def indexer_topk(
         starts: As in `indexer_logits`.
         ends: As in `indexer_logits`.
         segment_ids: As in `indexer_logits`; None with a cache.
+        key_stride: As in `indexer_logits`. Must also be 1 with a cache (pass `ends`).
+        candidates: Numbers of the blocks of keys that each query may select from, int32, as
+            `indexer_block_topk` and `block_topk` return them. Blocks count from `starts`. Entries
+            that are negative or past the last block are empty. The selection equals `topk` of the
+            logits with -inf outside of these blocks, bit for bit. Default: all keys. The XLA
+            implementation scores all keys nevertheless.
+        candidate_block_size: Number of keys per candidate block; required with `candidates`.
         relu: As in `indexer_logits`.
         deterministic: Whether gradients are bit-identical on every run, which only XLA supports.
             The selection always is.
@@ -276,14 +288,22 @@ def indexer_topk(
     q = args.array("index_q", index_q, "B T J C", (*FLOATS, FP8))
     keys = read_keys(args, "index_k", index_k, "C", "1 C", (q.dtype,))
     inputs = inputs_of(args, q, keys, index_weights, index_k_scale)
-    ranges = key_ranges(args, starts, ends, is_causal, query_start, segment_ids, keys.lengths)
+    ranges = key_ranges(
+        args, starts, ends, is_causal, query_start, segment_ids, keys.lengths, key_stride
+    )
+    block, want = candidate_block_size, "an int if 'candidates' is given, else None"
+    args.option("candidate_block_size", block, (block is None) == (candidates is None), want)
+    if candidates is not None:
+        candidates = args.array("candidates", candidates, "B T M", INT32)
+        block = args.integer("candidate_block_size", block, 1)
     options = Options(
         relu=args.flag("relu", relu),
         top_k=args.integer("top_k", top_k, 0),
         deterministic=args.flag("deterministic", deterministic),
         page_size=keys.page_size,
+        candidate_block_size=block,
     )
-    operands = _operands(inputs, ranges, keys.page_table)
+    operands = _operands(inputs, ranges)._replace(page_table=keys.page_table, candidates=candidates)
     selection = args.restore(indexer_topk_op(call, options, operands))
     return selection.indices, selection.logits
 

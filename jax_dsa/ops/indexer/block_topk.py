@@ -70,6 +70,7 @@ def indexer_block_topk(
     starts: Int[Array, "B T"] | None = None,
     ends: Int[Array, "B T"] | None = None,
     segment_ids: Int[Array, "B T"] | None = None,
+    key_stride: int = 1,
     relu: bool = True,
     deterministic: bool = False,
     implementation: Implementation | None = None,
@@ -110,6 +111,7 @@ def indexer_block_topk(
         starts: As in `indexer_logits`. Block 0 of a query begins at its `starts`.
         ends: As in `indexer_logits`.
         segment_ids: As in `indexer_logits`; None with a cache.
+        key_stride: As in `indexer_topk`.
         relu: As in `indexer_logits`.
         deterministic: Whether gradients are bit-identical on every run. The selection always is.
         implementation: None or "xla"; there is no kernel yet.
@@ -162,7 +164,9 @@ def indexer_block_topk(
         args.option("index_k", type(index_k).__name__, not paged, want)
     keys = read_keys(args, "index_k", index_k, "C", "1 C", (q.dtype,))
     inputs = inputs_of(args, q, keys, index_weights, index_k_scale)
-    first, ends = key_ranges(args, starts, ends, is_causal, query_start, segment_ids, keys.lengths)
+    first, ends = key_ranges(
+        args, starts, ends, is_causal, query_start, segment_ids, keys.lengths, key_stride
+    )
     options = BlockOptions(
         relu=args.flag("relu", relu),
         top_k=args.integer("top_k", top_k, 0),

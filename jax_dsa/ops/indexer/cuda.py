@@ -36,6 +36,8 @@ def logits_fwd_supports(options: Options, x: Operands) -> str | None:
 
 def topk_fwd_supports(options: Options, x: Operands) -> str | None:
     """Returns why the kernels of `indexer_topk` do not support a call, or None if they do."""
+    if x.candidates is not None:
+        return "it takes no 'candidates'"
     if (options.page_size or 0) % PAGE_MULTIPLE != 0:
         return f"it takes pages of a multiple of {PAGE_MULTIPLE} keys, got {options.page_size}"
     if x.page_table is not None and not 0 < x.k.shape[1] <= MAX_KEYS:
@@ -89,7 +91,7 @@ def indexer_topk_fwd(options: Options, avals: Selection, x: Operands) -> Selecti
     workspace = jax.ShapeDtypeStruct((max(1, queries) * keys,), jnp.float32)
     indices, logits, _ = ffi.call(
         "jax_dsa.indexer_topk_fwd.v1",
-        x,
+        x[: Operands._fields.index("candidates")],
         [*avals, workspace],
         relu=np.bool_(options.relu),
         page_size=np.int64(options.page_size or 0),

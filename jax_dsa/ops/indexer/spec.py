@@ -22,12 +22,14 @@ class Options:
         top_k: Number of selected keys per query.
         deterministic: Whether the gradients must be bit-identical on every run.
         page_size: Number of keys per page, or None without a page table.
+        candidate_block_size: Number of keys per candidate block, or None without candidates.
     """
 
     relu: bool
     top_k: int = 0
     deterministic: bool = False
     page_size: int | None = None
+    candidate_block_size: int | None = None
 
     def result_sizes(self, known: Mapping[str, int]) -> dict[str, int]:
         """Returns the number of selected keys where this operator selects them."""
@@ -67,6 +69,8 @@ class Operands(NamedTuple):
         starts: First key of each query.
         ends: Exclusive end of the keys of each query.
         page_table: Pages of each request, or None if `k` is not a pool.
+        candidates: Numbers of the blocks that each query may select from, or None for all keys.
+            Blocks count from `starts`. A kernel need only score these blocks.
     """
 
     q: Float[Array, "b t j c"]
@@ -76,6 +80,7 @@ class Operands(NamedTuple):
     starts: Int[Array, "b t"]
     ends: Int[Array, "b t"]
     page_table: Int[Array, "b r"] | None = None
+    candidates: Int[Array, "b t m"] | None = None
 
 
 class Logits(NamedTuple):

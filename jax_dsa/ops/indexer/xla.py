@@ -26,7 +26,7 @@ from jax_dsa.core.rows import scatter_rows, some_row
 from jax_dsa.core.streaming import chunk_length, scan_chunks
 from jax_dsa.core.typing import Array, Bool, Float, Int
 from jax_dsa.ops.indexer.spec import Gradients, Logits, Operands, Options, Selected, Selection
-from jax_dsa.ops.topk.xla import BYTES_PER_POSITION, select, values_at, visible
+from jax_dsa.ops.topk.xla import BYTES_PER_POSITION, in_blocks, select, values_at, visible
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -158,19 +158,25 @@ def indexer_logits_fwd(options: Options, x: Operands) -> Logits:
 def indexer_topk_fwd(options: Options, x: Operands) -> Selection:
     """Returns the keys with the largest logits, and their logits."""
 
-    def selected(logits: Array, *_: Array) -> tuple[Array, Array]:
+    def selected(logits: Array, starts: Array, _: Array, blocks: Any) -> tuple[Array, Array]:
         batch, queries, size = logits.shape
-        indices = select(logits.reshape(batch * queries, size), options.top_k)
+        rows = logits.reshape(batch * queries, size)
+        if blocks is not None:
+            assert options.candidate_block_size is not None
+            blocks = blocks.reshape(batch * queries, blocks.shape[2])
+            mask = in_blocks(blocks, starts.reshape(-1), options.candidate_block_size, size)
+            rows = jnp.where(mask, rows, -jnp.inf)
+        indices = select(rows, options.top_k)
         indices = indices.reshape(batch, queries, options.top_k)
         return indices, values_at(logits, indices)
 
-    queries = x.q, x.weights, x.starts, x.ends
+    queries = x.q, x.weights, x.starts, x.ends, x.candidates
     return Selection(*stream_selection(options, queries, x.k, x.k_scale, x.page_table, selected))
 
 
 def stream_selection(
     options: Options,
-    queries: tuple[Array, ...],
+    queries: tuple[Array | None, ...],
     k: Float[Array, "1|B S C"],
     k_scale: Float[Array, "1|B S"] | None,
     page_table: Int[Array, "B R"] | None,
@@ -183,7 +189,7 @@ def stream_selection(
 
     Args:
         options: Static options.
-        queries: Queries, weights, and ranges: starts, ends, and other arrays [B, T, ...].
+        queries: Queries, weights, and ranges: starts, ends, and other arrays [B, T, ...] or None.
         k: Keys, or a pool of pages.
         k_scale: Scales of the keys.
         page_table: Pages of each request, or None.
@@ -212,7 +218,7 @@ def stream_selection(
 
 def _stream_logits(
     options: Options,
-    queries: tuple[Array, ...],
+    queries: tuple[Any, ...],
     keys: tuple[Array | None, ...],
     size: int,
     finish: Callable[..., tuple[Array, ...]],

@@ -96,6 +96,23 @@ def split_into_blocks(
     return x.reshape(rows, blocks, block_size)
 
 
+def in_blocks(
+    blocks: Int[Array, "R M"], starts: Int[Array, "R"], block_size: int, size: int
+) -> Bool[Array, "R S"]:
+    """Returns which of `size` keys lie in the given blocks of each row.
+
+    Blocks count from `starts`; the result is undefined for keys before it. Numbers of blocks that a
+    row does not have are ignored.
+    """
+    block_size = clipped_block(block_size, size)
+    count = -(-size // block_size)
+    row = jnp.arange(blocks.shape[0], dtype=jnp.int32)[:, None]
+    number = jnp.where((blocks >= 0) & (blocks < count), blocks, count)
+    is_given = jnp.zeros((blocks.shape[0], count + 1), bool).at[row, number].set(True)
+    own = (jnp.arange(size, dtype=jnp.int32)[None] - starts[:, None]) // block_size
+    return jnp.take_along_axis(is_given, jnp.maximum(own, 0), axis=1, mode="promise_in_bounds")
+
+
 def clipped_block(block_size: int, size: int) -> int:
     """Returns the size of a block, at most that of all keys, so that padding stays small."""
     return min(block_size, max(1, size)) if isinstance(size, int) else block_size

@@ -184,7 +184,9 @@ def draw_sparse_attention_decode(c: Draw, r: Draw) -> Call:
     call.dtypes = (dtype, *[wide(dtype)] * sum(int(kwargs[name]) for name in RETURNS))
     call.diff = ("q", *(["sinks"] if kwargs["sinks"] is not None else []))
     call.peak = peak(kwargs["scale"], kwargs["q"], stored(k, scales["k_scale"]))
-    return without_batch(call) if B == 1 and c.chance() else call
+    # The scales of a pool of pages have no batch axis.
+    has_pool_scales = isinstance(k, PagedCache) and any(x is not None for x in scales.values())
+    return without_batch(call) if B == 1 and not has_pool_scales and c.chance() else call
 
 
 def products(rows: np.ndarray, scale: np.ndarray | None, cache: Any) -> np.ndarray:

@@ -62,6 +62,21 @@ def indexer_gradients(
     return dq, dk, dw, dscale
 
 
+def inside(
+    logits: np.ndarray, candidates: np.ndarray, block_size: int, starts: np.ndarray | None = None
+) -> np.ndarray:
+    """Returns the logits [B, T, S] with -inf outside of the candidate blocks [B, T, M]."""
+    size = logits.shape[2]
+    result = np.full_like(logits, -np.inf)
+    for b, t in np.ndindex(*logits.shape[:2]):
+        start = 0 if starts is None else min(max(int(starts[b, t]), 0), size)
+        for j in candidates[b, t]:
+            if j >= 0:
+                own = slice(start + int(j) * block_size, start + (int(j) + 1) * block_size)
+                result[b, t, own] = logits[b, t, own]
+    return result
+
+
 def block_topk_row(
     scores: list[float], seen: list[bool], k: int, sink_blocks: int, local_blocks: int
 ) -> list[int]:
