@@ -158,7 +158,12 @@ def warmup_loss(
     batch, length, _, dim = q.shape
 
     if c.indexer == "mean":
-        raise NotImplementedError("the warm-up over pools")
+        return dense_indexer_kl_loss(
+            *(index_q, index_k, _weights(c, index_q), q, k),
+            block_size=c.block_size,
+            scale=c.scale,
+            segment_ids=starts,
+        )
 
     def of_head(index_q: Array, q: Array, k: Array) -> Array:
         index_q = index_q[:, :, None]
