@@ -12,7 +12,7 @@ import pytest
 from flax import nnx
 from support.checkpoints import quantized, write_safetensors
 from support.published_configs import CONFIGS
-from support.published_layers import COMPRESSED, VARIANT
+from support.published_layers import LAYERS, kind_of
 
 from jax_dsa import nn
 from jax_dsa.nn.hf_fp8 import SCALE_NAMES
@@ -64,11 +64,11 @@ def damaged(rng, arrays):
 
 
 @pytest.mark.parametrize("seed", range(24))
-@pytest.mark.parametrize("config", [VARIANT, COMPRESSED], ids=["latent", "compressed"])
-def test_random_checkpoints(config, seed, tmp_path):
+@pytest.mark.parametrize("kind", ["latent", "selected", "best key", "mean key"])
+def test_random_checkpoints(kind, seed, tmp_path):
+    config = LAYERS[kind]
     rng = np.random.default_rng(seed)
-    kind = nn.DSAttention if config is VARIANT else nn.CompressedAttention
-    module = nnx.eval_shape(lambda: kind(config, rngs=nnx.Rngs(0)))
+    module = nnx.eval_shape(lambda: kind_of(config)(config, rngs=nnx.Rngs(0)))
     tensors = list(hf_tensors(module))
     block = BLOCKS[rng.integers(len(BLOCKS))]
     arrays, want = random_checkpoint(rng, tensors, block)

@@ -15,6 +15,7 @@ from jax.sharding import PartitionSpec
 from support.compare import assert_matches
 from support.decoders import CONFIG, DECODER, SHARING
 from support.meshes import MESHES, exchanged, mesh_of, on
+from support.published_layers import kind_of
 
 from jax_dsa import nn
 
@@ -24,6 +25,10 @@ COMPRESSED = nn.CompressedConfig(
     **{"out_groups": 2, "out_rank": 6, "window": 5, "ratio": 4, "overlap": True, "top_k": 3},
     **{"index_heads": 2, "index_dim": 8},
 )
+GROUPED = nn.GroupedConfig(
+    **{"model_dim": CONFIG.model_dim, "num_heads": 4, "kv_heads": 2, "head_dim": 8, "rope_dim": 4},
+    **{"indexer": "max", "block_size": 4, "top_k": 2, "index_heads": 2, "index_dim": 8},
+)
 LAYERS = {
     "attention": CONFIG,
     "chunks": dataclasses.replace(CONFIG, query_chunk=4),
@@ -32,6 +37,8 @@ LAYERS = {
     "gate": dataclasses.replace(CONFIG, gate=True, q_rank=None),
     "compressed": COMPRESSED,
     "compressed without indexer": dataclasses.replace(COMPRESSED, top_k=None),
+    "best key": GROUPED,
+    "mean key": dataclasses.replace(GROUPED, indexer="mean", gate=True),
 }
 SPECS = {
     "batch": PartitionSpec("data"),
@@ -41,13 +48,14 @@ SPECS = {
 
 
 def layer(config: Any) -> nnx.Module:
-    kind = nn.DSAttention if isinstance(config, nn.AttentionConfig) else nn.CompressedAttention
-    return kind(config, rngs=nnx.Rngs(0))
+    return kind_of(config)(config, rngs=nnx.Rngs(0))
 
 
 FAST = [
     ("chunks", "both", "explicit-of-types"),
     ("compressed", "batch", "explicit-of-types"),
+    ("best key", "both", "explicit-of-types"),
+    ("mean key", "both", "explicit-of-types"),
 ]
 
 
