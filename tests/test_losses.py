@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import functools
+import itertools
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -207,7 +210,7 @@ OPTIONS = {
 
 def dense_oracle(inputs, k_scale, options):
     """Returns the loss and the four gradients."""
-    (B, T), S, D = inputs[0].shape[:2], inputs[1].shape[1], inputs[3].shape[-1]
+    (B, T), S, D = inputs[0].shape[:2], inputs[4].shape[1], inputs[3].shape[-1]
     starts, ends = options.get("starts", np.zeros((B, T))), options.get("ends", np.full((B, T), S))
     if options.get("is_causal", True):
         first = np.broadcast_to(options.get("query_start", 0), (B,))
@@ -220,14 +223,37 @@ def dense_oracle(inputs, k_scale, options):
         ends=ends,
         index_k_scale=k_scale,
         relu=relu,
+        block_size=options.get("block_size", 1),
     )
     return loss, indexer_oracle.indexer_gradients(*inputs[:3], g, index_k_scale=k_scale, relu=relu)
 
 
-@pytest.mark.parametrize("name", OPTIONS)
+BLOCK_OPTIONS = {
+    "pairs": {"block_size": 2},
+    "triples of later queries": {"block_size": 3, "query_start": 3, "relu": False},
+    "not causal": {"block_size": 3, "is_causal": False, "scale": 0.3},
+    "one block": {"block_size": 8, "query_start": 5},
+    "documents": {
+        "block_size": 2,
+        "starts": np.array([[0, 1, 1, 3, 3], [5, 5, 0, 1, 6]], np.int32),
+        "ends": np.array([[8, 8, 8, 8, 99], [8, 8, 3, 2, 9]], np.int32),
+        "query_start": np.array([0, 2**31 - 1], np.int32),
+    },
+}
+ALL_OPTIONS = OPTIONS | {f"blocks: {name}": options for name, options in BLOCK_OPTIONS.items()}
+
+
+def pooled(inputs, block_size):
+    """Returns the inputs with one key of the indexer per block."""
+    index_q, index_k, *others = inputs
+    return index_q, index_k[:, : index_k.shape[1] // block_size], *others
+
+
+@pytest.mark.parametrize("name", ALL_OPTIONS)
 def test_dense_loss_and_gradients(name, rng):
-    inputs, options = dense_inputs(rng), OPTIONS[name]
-    k_scale = np.exp(rng.normal(size=(2, 8))).astype(np.float32)
+    options = ALL_OPTIONS[name]
+    inputs = pooled(dense_inputs(rng), options.get("block_size", 1))
+    k_scale = np.exp(rng.normal(size=inputs[1].shape[:2])).astype(np.float32)
 
     @jax.jit
     @jax.value_and_grad
@@ -242,29 +268,127 @@ def test_dense_loss_and_gradients(name, rng):
     assert_matches(grads, tuple(g.astype(np.float32) for g in want_grads), 1e-5)
 
 
+def test_a_block_of_one_token_is_a_key(rng):
+    inputs = dense_inputs(rng)
+    assert dense_indexer_kl_loss(*inputs) == dense_indexer_kl_loss(*inputs, block_size=1)
+
+
+def test_packed_documents_have_their_own_blocks(rng):
+    """The loss over packed documents is the mean over the rows of the documents alone."""
+    S, cuts, block = 23, [0, 7, 9, 18, 23], 3
+    index_q, _, weights, q, kv = dense_inputs(rng, B=1, T=S, S=S)
+    raw = rng.normal(size=(1, S, 3)).astype(np.float32)
+    ids = np.repeat([4, 1, 4, 4 + 1], np.diff(cuts)).astype(np.int32)[None]
+    starts = np.repeat(cuts[:-1], np.diff(cuts)).astype(np.int32)[None]
+
+    def pools(raw, starts=None):
+        return jax_dsa.mean_pool(raw, block, starts)
+
+    def packed(index_q, raw, weights):
+        index_k = pools(raw, starts)
+        return dense_indexer_kl_loss(
+            index_q, index_k, weights, q, kv, block_size=block, segment_ids=ids
+        )
+
+    def apart(index_q, raw, weights):
+        total, rows = 0.0, 0
+        for a, b in itertools.pairwise(cuts):
+            own = (x[:, a:b] for x in (index_q, weights, q, kv))
+            own_q, own_w, own_queries, own_keys = own
+            args = own_q, pools(raw[:, a:b]), own_w, own_queries, own_keys
+            counted = max(0, b - a - (block - 1))  # the first rows see no whole block
+            total += counted * dense_indexer_kl_loss(*args, block_size=block)
+            rows += counted
+        return total / rows
+
+    run = lambda fn: jax.jit(jax.value_and_grad(fn, argnums=(0, 1, 2)))(index_q, raw, weights)  # noqa: E731
+    assert_matches(run(packed), run(apart), 1e-5)
+
+
+def test_gradients_of_blocks_against_finite_differences(rng):
+    with jax.enable_x64(True):
+        inputs = [x.astype(np.float64) for x in dense_inputs(rng, B=1, T=5, S=7)]
+        starts = jnp.array([[0, 0, 1, 1, 1]])
+
+        def dense(index_q, index_k, weights):
+            args = (index_q, index_k, weights, *inputs[3:])
+            return dense_indexer_kl_loss(*args, block_size=2, starts=starts, query_start=2) ** 2
+
+        args = (inputs[0], inputs[1][:, :3], inputs[2])
+        check_grads(jax.jit(dense), args, 1, ["rev"], eps=1e-7, rtol=1e-5)
+
+
+def test_tokens_in_no_block_change_only_the_normalisation(rng):
+    """Queries attend to the tail, but its probability is dropped."""
+    index_q, index_k, weights, q, kv = pooled(dense_inputs(rng, B=1, T=1, S=5, G=1), 2)
+    args = index_q, index_k, weights, q
+    want = dense_indexer_kl_loss(*args, kv[:, :4], query_start=3, block_size=2)
+    one_head = q[:, :, :1]
+    args = index_q, index_k, weights, one_head
+    same = dense_indexer_kl_loss(*args, kv[:, :4], query_start=3, block_size=2)
+    got = dense_indexer_kl_loss(*args, kv, query_start=4, block_size=2)
+    assert_matches(got, same, 1e-5)  # one head: the tail only scales its probabilities
+    assert got != want
+
+
+def test_queries_without_a_whole_block_do_not_count(rng):
+    inputs = pooled(dense_inputs(rng), 4)
+    run = jax.jit(
+        jax.value_and_grad(dense_indexer_kl_loss, argnums=(0, 1, 2)),
+        static_argnames=("query_start", "block_size"),
+    )
+    loss, grads = run(*inputs, block_size=4)
+    want, _ = dense_oracle(inputs, None, {"block_size": 4})
+    assert_matches(loss, np.float32(want), 1e-5)
+    assert (np.asarray(grads[0])[:, :3] == 0).all()
+    loss, grads = run(*inputs, block_size=4, query_start=-9)
+    assert loss == 0 and all((np.asarray(g) == 0).all() for g in grads)
+    empty = inputs[0], inputs[1][:, :0], *inputs[2:]
+    assert run(*empty, block_size=9)[0] == 0
+    assert dense_indexer_kl_loss(*empty[:4], inputs[4][:, :0], block_size=9) == 0
+
+
+@pytest.mark.parametrize("poison", [NAN, INF])
+def test_blocks_that_no_query_sees_have_no_effect(poison, rng):
+    """Five causal queries see two blocks of two tokens, and attend to the token after them."""
+    inputs = pooled(dense_inputs(rng), 2)
+    poisoned = [x.copy() for x in inputs]
+    poisoned[1][:, 2:] = poisoned[4][:, 5:] = poison
+    run = jax.jit(
+        jax.value_and_grad(
+            functools.partial(dense_indexer_kl_loss, block_size=2), argnums=(0, 1, 2)
+        )
+    )
+    assert_unmoved(run(*inputs), run(*poisoned))
+
+
+@pytest.mark.parametrize("block", [1, 2])
 @pytest.mark.parametrize("budget", [1, 5_000])
-def test_chunks(budget, rng, monkeypatch):
-    inputs = dense_inputs(rng, B=3, T=7)
+def test_chunks(budget, block, rng, monkeypatch):
+    inputs = pooled(dense_inputs(rng, B=3, T=7), block)
     index_q, index_k, weights, q, kv = inputs
     starts, ends = np.zeros((3, 7), np.int32), np.tile(np.arange(1, 8, dtype=np.int32), (3, 1))
-    options = DenseOptions(relu=True, scale=3**-0.5)
+    options = DenseOptions(relu=True, scale=3**-0.5, block_size=block)
     monkeypatch.setattr(streaming, "BUDGET", budget)
     x = DenseOperands(index_q, index_k, weights, None, starts, ends, q, kv)
     kl, rows, *grads = jax.jit(xla.dense_indexer_kl_loss_fwd, static_argnums=0)(options, x)
-    want, want_grads = dense_oracle(inputs, None, {})
-    np.testing.assert_array_equal(rows, [7, 7, 7])
-    assert_matches(kl.sum() / 21, np.float32(want), 1e-5)
+    want, want_grads = dense_oracle(inputs, None, {"block_size": block})
+    counted = 3 * (8 - block)
+    np.testing.assert_array_equal(rows, [counted // 3] * 3)
+    assert_matches(kl.sum() / counted, np.float32(want), 1e-5)
     assert grads[3] is None
-    got = tuple(np.asarray(x) / np.float32(21) for x in grads[:3])
+    got = tuple(np.asarray(x) / np.float32(counted) for x in grads[:3])
     assert_matches(got, tuple(x.astype(np.float32) for x in want_grads[:3]), 1e-5)
 
 
 @pytest.mark.full_optimization
-def test_workspace_is_bounded():
+@pytest.mark.parametrize("block", [1, 4])
+def test_workspace_is_bounded(block):
     """Checks that forward and backward pass need less than one array [B, T, S]."""
     B, T, S = 2, 4096, 8192
-    shapes = [(B, T, 2, 8), (B, S, 8), (B, T, 2), (B, T, 4, 8), (B, S, 1, 8)]
-    run = jax.jit(jax.value_and_grad(dense_indexer_kl_loss, argnums=(0, 1, 2)))
+    shapes = [(B, T, 2, 8), (B, S // block, 8), (B, T, 2), (B, T, 4, 8), (B, S, 1, 8)]
+    loss = functools.partial(dense_indexer_kl_loss, block_size=block)
+    run = jax.jit(jax.value_and_grad(loss, argnums=(0, 1, 2)))
     compiled = run.lower(*(jax.ShapeDtypeStruct(s, jnp.float32) for s in shapes)).compile()
     assert compiled.memory_analysis().temp_size_in_bytes < min(2 * streaming.BUDGET, B * T * S * 4)
 

@@ -46,6 +46,15 @@ def test_misuse_of_the_sparse_loss(error, name, args):
         (TypeError, "kv", {"kv": DENSE["kv"].astype(np.float16)}),
         (ValueError, "kv", {"kv": DENSE["kv"][:, :7]}),
         (ValueError, "q", {"kv": DENSE["kv"][:, :, [0, 0, 0]]}),
+        (ValueError, "block_size", {"block_size": 0}),
+        (TypeError, "block_size", {"block_size": 2.0}),
+        (ValueError, "index_k", {"block_size": 2}),
+        (ValueError, "index_k", {"block_size": 3, "index_k": DENSE["index_k"][:, :3]}),
+        (
+            ValueError,
+            "index_k_scale",
+            {"block_size": 2, "index_k": DENSE["index_k"][:, :4], "index_k_scale": X[0, :2, :3]},
+        ),
         (TypeError, "scale", {"scale": "1"}),
         (ValueError, "scale", {"scale": np.nan}),
         (TypeError, "is_causal", {"is_causal": None}),
@@ -70,6 +79,11 @@ def test_requesting_cuda_without_kernels_raises(without_kernels):
         indexer_kl_loss(X, X, implementation="cuda")
     with pytest.raises(NotImplementedError, match=r"^dense_indexer_kl_loss.*'xla'"):
         dense_indexer_kl_loss(*DENSE.values(), implementation="cuda")
+
+
+def test_the_message_about_the_number_of_blocks():
+    with pytest.raises(ValueError, match=r"want \[B, W, C\] with W = S // block_size = 8 // 3$"):
+        dense_indexer_kl_loss(*DENSE.values(), block_size=3)
 
 
 @settings(max_examples=15, deadline=None)

@@ -23,12 +23,14 @@ class Keys(NamedTuple):
             are an array and the caller gave no lengths.
         page_table: the page table of a paged cache, else None.
         page_size: L, the tokens per page; None if there are no pages.
+        letter: The letter of the axis of the keys, if they are an array.
     """
 
     rows: Array
     lengths: Int[Array, "B"] | None
     page_table: Int[Array, "B R"] | None
     page_size: int | None
+    letter: str = "S"
 
     def alongside(self, args: Args, name: str, x: Any, tail: str, dtypes: Any) -> Array:
         """Returns the checked argument `name`, which has one entry per key.
@@ -44,7 +46,7 @@ class Keys(NamedTuple):
             The array with the leading axes of `rows`.
         """
         if self.page_table is None:
-            return args.array(name, x, f"B S {tail}", dtypes)
+            return args.array(name, x, f"B {self.letter} {tail}", dtypes)
         x = args.array(name, x, f"P L {tail}", dtypes)
         return x.reshape(x.shape[0] * x.shape[1], *x.shape[2:])[None]
 

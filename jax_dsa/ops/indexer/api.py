@@ -108,11 +108,20 @@ def _weights(args: Args, index_weights: Any) -> Any:
 
 
 def indexer_inputs(
-    args: Args, index_q: Any, index_k: Any, index_weights: Any, index_k_scale: Any
+    args: Args,
+    index_q: Any,
+    index_k: Any,
+    index_weights: Any,
+    index_k_scale: Any,
+    letter: str = "S",
 ) -> IndexerOperands:
-    """Returns the checked arguments of these names, where `index_k` is an array, not a cache."""
+    """Returns the checked arguments of these names, where `index_k` is an array, not a cache.
+
+    `letter` is that of the axis of the keys.
+    """
     q = args.array("index_q", index_q, "B T J C", (*FLOATS, FP8))
-    keys = Keys(args.array("index_k", index_k, "B S C", (q.dtype,)), None, None, None)
+    rows = args.array("index_k", index_k, f"B {letter} C", (q.dtype,))
+    keys = Keys(rows, None, None, None, letter)
     return inputs_of(args, q, keys, index_weights, index_k_scale)
 
 

@@ -43,7 +43,7 @@ DENSE_FWD = Pass(
     kernel=Kernel(
         cuda.dense_indexer_kl_loss_fwd,
         cuda.dense_fwd_supports,
-        limits=f"bfloat16; D {either(cuda.DIMS)}; C {either(cuda.CHANNELS)}; "
+        limits=f"block_size 1; bfloat16; D {either(cuda.DIMS)}; C {either(cuda.CHANNELS)}; "
         f"J to {cuda.MAX_INDEX_HEADS}",
     ),
 )
@@ -137,15 +137,16 @@ def indexer_kl_loss(
 
 def dense_indexer_kl_loss(
     index_q: Float[Array, "B T J C"],
-    index_k: Float[Array, "B S C"],
+    index_k: Float[Array, "B S C"] | Float[Array, "B S/b C"],
     index_weights: Float[Array, "B T J"],
     q: Float[Array, "B T N D"],
     kv: Float[Array, "B S G D"],
     *,
+    block_size: int = 1,
     scale: float | None = None,
     is_causal: bool = True,
     query_start: int | Int[Array, "*B"] = 0,
-    index_k_scale: Float[Array, "B S"] | None = None,
+    index_k_scale: Float[Array, "B S"] | Float[Array, "B S/b"] | None = None,
     starts: Int[Array, "B T"] | None = None,
     ends: Int[Array, "B T"] | None = None,
     segment_ids: Int[Array, "B T"] | None = None,
@@ -159,6 +160,11 @@ def dense_indexer_kl_loss(
     of the dense warm-up stage of DeepSeek-V3.2 (DeepSeek-AI, 2025). It is computed in chunks of
     queries, and no array of size [T, S] is kept.
 
+    With `block_size` the indexer has one key per block of tokens, as `mean_pool` and `gated_pool`
+    make them. The KL is then over the whole blocks that a query sees. The attention is over all
+    tokens that it sees. The probability of a block is the sum over its tokens, and p is normalised
+    over the whole blocks. Tokens after a query's last whole block do not count.
+
     index_q, index_k, index_weights and index_k_scale get gradients, which are computed directly
     from `softmax(I) - p`. q and kv get gradients that are exactly zero. The gradients are computed
     together with the loss, even if nothing asks for them, and are saved for the backward pass under
@@ -166,23 +172,28 @@ def dense_indexer_kl_loss(
 
     Args:
         index_q: The indexer's queries, as in `indexer_logits`.
-        index_k: The indexer's keys, as in `indexer_logits`.
+        index_k: The indexer's keys, as in `indexer_logits`; with `block_size` those of the blocks,
+            [B, S // block_size, C]. Block i of a document that begins at token s has the number
+            `s // block_size + i`.
         index_weights: The weights of the indexer's heads, as in `indexer_logits`. They include the
             scale of the logits, J^-1/2 C^-1/2. Without it, the loss is much too large.
         q: The main attention's queries; bfloat16, float16 or float32.
         kv: The main attention's keys, in the dtype of `q`; N is a multiple of G.
+        block_size: Number b of tokens that share a key of the indexer.
         scale: Scale of the attention's scores; default D^-1/2.
         is_causal: Whether query t sees no key after position `query_start + t`.
         query_start: Position of the first query, as in `indexer_logits`.
         index_k_scale: Scales of the indexer's keys, as in `indexer_logits`.
-        starts: First key that each query sees, as in `indexer_logits`.
-        ends: Exclusive end of the keys that each query sees, as in `indexer_logits`.
+        starts: First key that each query sees, as in `indexer_logits`; a token. With `block_size`
+            it is the first token of the query's document, from which its blocks are counted.
+        ends: Exclusive end of the keys that each query sees, as in `indexer_logits`; a token.
         segment_ids: Numbers of packed documents, as in `indexer_logits`.
         relu: Whether a ReLU is applied to the scores of the indexer's heads.
         implementation: None (the kernel where there is one, else XLA), "cuda" or "xla".
 
     Returns:
-        A float32 scalar, the mean over the queries that see a key, or 0 if no query does.
+        A float32 scalar, the mean over the queries that see a key (a whole block, with
+        `block_size`), or 0 if no query does.
 
     Raises:
         TypeError, ValueError: If an argument has the wrong type, shape or range.
@@ -196,15 +207,24 @@ def dense_indexer_kl_loss(
         >>> q, kv = normal(3, 1, 8, 2, 96), normal(4, 1, 8, 1, 96)
         >>> bool(jax_dsa.dense_indexer_kl_loss(*index, q, kv) > 0)
         True
+
+    Source: DeepSeek-V3.2 (2025). Without the ReLU, and called for one KV head at a time, this is
+    the warm-up loss of the indexer of MiniMax-M3 (arXiv:2606.13392).
     """
     args = Args("dense_indexer_kl_loss", "index_q", index_q, "B T J C")
     call = args.call(implementation)
-    inputs = indexer_inputs(args, index_q, index_k, index_weights, index_k_scale)
+    size = args.integer("block_size", block_size, 1)
+    keys = "S" if size == 1 else "W"
+    inputs = indexer_inputs(args, index_q, index_k, index_weights, index_k_scale, keys)
     q = args.array("q", q, "B T N D", FLOATS)
     kv = args.array("kv", kv, "B S G D", (q.dtype,))
     check_heads(args, "q", "kv")
+    if size > 1:
+        blocks = f"W = S // block_size = {args.sizes['S']} // {size}"
+        fits = args.sizes["W"] == args.sizes["S"] // size
+        args.shape("index_k", inputs.k, fits, f"[B, W, C] with {blocks}")
     ranges = key_ranges(args, starts, ends, is_causal, query_start, segment_ids)
-    options = DenseOptions(relu=args.flag("relu", relu), scale=scale_or_default(args, scale))
+    options = DenseOptions(args.flag("relu", relu), scale_or_default(args, scale), size)
     attended = jax.lax.stop_gradient((q, kv))
     operands = DenseOperands(*inputs, *ranges, *attended)
     results = dense_indexer_kl_loss_op(call, options, operands)

@@ -52,6 +52,8 @@ def _slots_supported(x: Any) -> str | None:
 
 def dense_fwd_supports(options: DenseOptions, x: DenseOperands) -> str | None:
     """Returns None, or the reason why the kernels of the dense loss do not cover this call."""
+    if options.block_size > 1:
+        return f"it takes block_size 1, got {options.block_size}"
     if any(a.dtype != jnp.bfloat16 for a in (x.index_q, x.index_k, x.q, x.kv)):
         dtypes = ", ".join(str(a.dtype) for a in (x.index_q, x.index_k, x.q, x.kv))
         return f"it takes bfloat16, got index_q, index_k, q, kv of {dtypes}"

@@ -78,19 +78,25 @@ class DenseOptions:
     Attributes:
         relu: Whether a ReLU is applied to the scores of the indexer's heads.
         scale: Scale of the attention's scores.
+        block_size: Number of tokens that share a key of the indexer.
     """
 
     relu: bool
     scale: float
+    block_size: int = 1
 
 
 class DenseOperands(NamedTuple):
-    """The operands of the loss over all keys: those of the indexer and of the attention."""
+    """The operands of the loss over all keys: those of the indexer and of the attention.
+
+    The indexer has w keys, one for each block of tokens. `starts` and `ends` are the range of the
+    tokens that each query sees.
+    """
 
     index_q: Float[Array, "b t j c"]
-    index_k: Float[Array, "b s c"]
+    index_k: Float[Array, "b w c"]
     index_weights: Float[Array, "b t j"]
-    index_k_scale: Float[Array, "b s"] | None
+    index_k_scale: Float[Array, "b w"] | None
     starts: Int[Array, "b t"]
     ends: Int[Array, "b t"]
     q: Float[Array, "b t n d"]
@@ -108,10 +114,10 @@ class DenseResults(NamedTuple):
     kl: Float[Array, "b", accumulated("index_k")]
     rows: Int[Array, "b", jnp.int32, Remat("dsa_kl_grads")]
     index_q: Float[Array, "b t j c", accumulated("index_q"), CONSTANT, Remat("dsa_kl_grads")]
-    index_k: Float[Array, "b s c", accumulated("index_k"), CONSTANT, Remat("dsa_kl_grads")]
+    index_k: Float[Array, "b w c", accumulated("index_k"), CONSTANT, Remat("dsa_kl_grads")]
     index_weights: Float[Array, "b t j", accumulated("index_q"), CONSTANT, Remat("dsa_kl_grads")]
     index_k_scale: (
-        Float[Array, "b s", accumulated("index_k_scale"), CONSTANT, Remat("dsa_kl_grads")] | None
+        Float[Array, "b w", accumulated("index_k_scale"), CONSTANT, Remat("dsa_kl_grads")] | None
     )
 
 

@@ -12,7 +12,7 @@ import jax
 import jax.numpy as jnp
 
 from jax_dsa.core import compat
-from jax_dsa.core.typing import Array, Bool, Float
+from jax_dsa.core.typing import Array, Bool, Float, Int
 from jax_dsa.ops.indexer import spec as indexer
 from jax_dsa.ops.indexer.xla import (
     combine,
@@ -50,6 +50,7 @@ def indexer_kl_loss_bwd(options: Options, x: Saved, dy: Results) -> Gradients:
 def dense_indexer_kl_loss_fwd(options: DenseOptions, x: DenseOperands) -> DenseResults:
     """Returns the summed KL with its gradients."""
     batch, size = x.kv.shape[:2]
+    block, index_size = options.block_size, x.index_k.shape[1]
     index_options = indexer.Options(relu=options.relu)
 
     def body(carry: tuple[Array, ...], keys: Any, *queries: Array) -> tuple[Any, tuple[Array, ...]]:
@@ -57,9 +58,13 @@ def dense_indexer_kl_loss_fwd(options: DenseOptions, x: DenseOperands) -> DenseR
         index_k, k_scale, kv = keys
         index_q, weights, starts, ends, q = queries
         mask = visible(starts, ends, size)
+        teacher = _attention(q, kv, options.scale, mask)
+        if block > 1:
+            teacher = _by_block(teacher, starts, block, index_size)
+            first = starts // block
+            mask = visible(first, first + (ends - starts) // block, index_size)
         x = scores(index_q, index_k)
         logits = combine(index_options, x, weights, k_scale, mask)
-        teacher = _attention(q, kv, options.scale, mask)
         kl, counts, g = _kl(logits, teacher, mask)
         df, dq, dw = gradients(index_options, x, index_q, index_k, weights, k_scale, g)
         carry = (
@@ -70,12 +75,15 @@ def dense_indexer_kl_loss_fwd(options: DenseOptions, x: DenseOperands) -> DenseR
         return carry, (dq, dw)
 
     dtype = compat.accum_dtype(x.index_k.dtype)
+    # Blocks need the probabilities in the order of each query's document, too.
+    attention_heads = x.q.shape[2] + (block > 1)
+    cost = score_bytes(attention_heads, size) + score_bytes(x.index_q.shape[2], index_size)
     (total, rows, f), (dq, dw) = stream_queries(
         body,
         (jnp.zeros(batch, dtype), jnp.zeros(batch, jnp.int32), jnp.zeros(x.index_k.shape, dtype)),
         (x.index_k, x.index_k_scale, x.kv),
         (x.index_q, x.index_weights, x.starts, x.ends, x.q),
-        score_bytes(x.index_q.shape[2] + x.q.shape[2], size),
+        cost,
     )
     dk, dk_scale = key_gradients(f, x.index_k, x.index_k_scale)
     return DenseResults(total, rows, dq, dk, dw, dk_scale)
@@ -98,6 +106,21 @@ def _attention(
     )
     _, p = _softmax(s * scale, mask[:, :, None, None])
     return jnp.sum(p, axis=(2, 3))
+
+
+def _by_block(
+    mass: Float[Array, "B T S"], starts: Int[Array, "B T"], block: int, blocks: int
+) -> Float[Array, "B T W"]:
+    """Returns the sums of the tokens' masses over the blocks of each query's document.
+
+    Block i of a document that begins at token s has the number s // block + i, so its tokens are
+    those of the block of this number in the sequence, shifted by s % block.
+    """
+    if mass.shape[2] == 0:
+        return jnp.zeros((*mass.shape[:2], blocks), mass.dtype)
+    tokens = jnp.arange(blocks * block, dtype=jnp.int32)[None, None] + (starts % block)[..., None]
+    mass = jnp.take_along_axis(mass, tokens, axis=2, mode="fill", fill_value=0)
+    return jnp.sum(mass.reshape(*mass.shape[:2], blocks, block), axis=3)
 
 
 def _kl(

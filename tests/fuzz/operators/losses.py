@@ -17,6 +17,7 @@ from fuzz.operators.indexer import (
 )
 from fuzz.operators.sparse_mla import wide
 from support.oracles import attn_dist, losses, sparse_mla
+from support.oracles import indexer as oracle
 from support.oracles import topk as topk_oracle
 
 from jax_dsa import dense_indexer_kl_loss, dsa_attention, indexer_kl_loss
@@ -69,7 +70,9 @@ def draw_dense_indexer_kl_loss(c: Draw, r: Draw) -> Call:
     B, T, S, J, C, G, M, D = c.dims(on_kernel, B=3, T=4, S=8, J=2, C=3, G=2, M=2, D=5)
     S = T if c.chance(0.3) else S  # as `segment_ids` need it
     dtype = c.dtype()
-    index = draw_inputs(c, r, B, T, S, J, C)
+    block = 1 if c.kernel else c.one(1, 1, 2, 3, *([2**31 - 1] if c.edge else []))
+    block = block if c.edge else min(block, S)
+    index = draw_inputs(c, r, B, T, S // block, J, C)
     if f64 in (dtype, index["index_q"].dtype):
         dtype = f64
         index = {n: x if x is None else x.astype(f64) for n, x in index.items()}
@@ -77,16 +80,28 @@ def draw_dense_indexer_kl_loss(c: Draw, r: Draw) -> Call:
         **index,
         "q": r.floats(dtype, B, T, G * M, D),
         "kv": r.floats(dtype, B, S, G, D),
+        "block_size": c.integer(block),
         "scale": c.scale(),
         **draw_ranges(c, r, B, T, S),
         "relu": c.flag(0.8),
     }
 
-    def want(q: Any, kv: Any, scale: Any, **index: Any) -> list[np.ndarray]:
-        logits = logits_of(**index)
-        which = {n: index[n] for n in RANGES}
-        starts, ends = ranges(logits.shape, **which)
+    def want(q: Any, kv: Any, block_size: Any, scale: Any, **index: Any) -> list[np.ndarray]:
+        which, size = {n: index.pop(n) for n in RANGES}, int(block_size)
+        starts, ends = ranges((*q.shape[:2], kv.shape[1]), **which)
         teacher = losses.attention_mass(q, kv, scale_of(scale, q.shape[3]), starts, ends)
+        if size > 1:
+            teacher = losses.by_block(teacher, starts, ends, size)
+            starts, ends = losses.block_ranges(starts, ends, kv.shape[1], size)
+        logits = oracle.indexer_logits(
+            index["index_q"],
+            index["index_k"],
+            index["index_weights"],
+            index_k_scale=index["index_k_scale"],
+            starts=starts,
+            ends=ends,
+            relu=bool(index["relu"]),
+        )
         s = np.arange(logits.shape[2])
         valid = (s >= starts[..., None]) & (s < ends[..., None])
         return [np.asarray(losses.kl_rows(logits, teacher, valid)[0])]

@@ -48,6 +48,19 @@ def dense(index_q, index_k, weights, q, kv, starts):
     return dense_indexer_kl_loss(index_q, index_k, weights, q, kv, starts=starts, query_start=S - T)
 
 
+def make_block_args(rng: np.random.Generator) -> tuple:
+    """Makes arguments with keys of blocks of three tokens, and documents that begin anywhere."""
+    index_q, index_k, *others, _ = make_dense_args(rng)
+    starts = jnp.asarray(rng.integers(0, S // 2, size=(B, T)), jnp.int32)
+    return index_q, index_k[:, : S // 3], *others, starts
+
+
+def dense_blocks(index_q, index_k, weights, q, kv, starts):
+    return dense_indexer_kl_loss(
+        index_q, index_k, weights, q, kv, starts=starts, query_start=S - T, block_size=3
+    )
+
+
 CASES = [
     TransformCase(
         "indexer_kl_loss",
@@ -71,5 +84,17 @@ CASES = [
             "keys": {(B, S, C), (B, S, G, D)},
             "shared": {(B, T, J, C), (B, T, J)},
         },
+    ),
+    TransformCase(
+        "dense_indexer_kl_loss-blocks",
+        dense_blocks,
+        make_block_args,
+        (0, 1, 2),
+        {
+            "rows": (P("x"),) * 6,
+            "query": (P(None, "x"), P(), P(None, "x"), P(None, "x"), P(), P(None, "x")),
+            "keys": (P(None, "x"),) * 6,
+        },
+        {"keys": {(B, S // 3, C), (B, S, G, D)}},
     ),
 ]

@@ -59,9 +59,36 @@ def dense_kl(
     ends: np.ndarray,
     index_k_scale: np.ndarray | None = None,
     relu: bool = True,
+    block_size: int = 1,
 ) -> tuple[float, np.ndarray]:
     """Returns the warm-up loss over keys [starts, ends) and its gradient for the logits."""
+    mass = attention_mass(q, kv, scale, starts, ends)
+    if block_size > 1:
+        mass = by_block(mass, starts, ends, block_size)
+        starts, ends = block_ranges(starts, ends, kv.shape[1], block_size)
     logits = indexer_logits(
         index_q, index_k, weights, index_k_scale=index_k_scale, starts=starts, ends=ends, relu=relu
     )
-    return kl_rows(logits, attention_mass(q, kv, scale, starts, ends), logits > -np.inf)
+    return kl_rows(logits, mass, logits > -np.inf)
+
+
+def block_ranges(
+    starts: np.ndarray, ends: np.ndarray, size: int, block_size: int
+) -> tuple[np.ndarray, np.ndarray]:
+    """Returns the half-open range of the whole blocks between tokens `starts` and `ends`."""
+    starts, ends = (np.clip(x, 0, size).astype(int) for x in (starts, ends))
+    first = starts // block_size
+    return first, first + np.maximum(ends - starts, 0) // block_size
+
+
+def by_block(mass: np.ndarray, starts: np.ndarray, ends: np.ndarray, block_size: int) -> np.ndarray:
+    """Returns the mass of each whole block: [B, T, S // block_size]."""
+    size = mass.shape[2]
+    first, last = block_ranges(starts, ends, size, block_size)
+    total = np.zeros((*mass.shape[:2], size // block_size))
+    for b, t in np.ndindex(*mass.shape[:2]):
+        start = min(max(0, int(starts[b, t])), size)
+        for i in range(last[b, t] - first[b, t]):
+            for u in range(block_size):
+                total[b, t, first[b, t] + i] += mass[b, t, start + i * block_size + u]
+    return total
