@@ -64,7 +64,7 @@ def damaged(rng, arrays):
 
 
 @pytest.mark.parametrize("seed", range(24))
-@pytest.mark.parametrize("kind", ["latent", "selected", "best key", "mean key"])
+@pytest.mark.parametrize("kind", ["latent", "pooled", "selected", "best key", "mean key"])
 def test_random_checkpoints(kind, seed, tmp_path):
     config = LAYERS[kind]
     rng = np.random.default_rng(seed)

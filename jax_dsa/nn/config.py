@@ -197,6 +197,12 @@ class AttentionConfig:
         return self.top_k // (self.index_pool or 1)
 
     @property
+    def attended(self) -> int:
+        """The largest number of keys that a query attends to in sparse attention."""
+        tail = (self.index_pool or 1) - 1 if self.index_tail else 0
+        return self.top_k + tail
+
+    @property
     def scale(self) -> float:
         """The softmax scale of both forms, (nope_dim + rope_dim)^-1/2 times `scale_factor`."""
         return float((self.nope_dim + self.rope_dim) ** -0.5 * self.scale_factor)

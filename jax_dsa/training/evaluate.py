@@ -11,6 +11,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from jax_dsa.core.documents import document_starts
 from jax_dsa.core.typing import Array, Float
+from jax_dsa.nn.pools import pool_range, tokens_attended
 from jax_dsa.ops.indexer import indexer_topk
 from jax_dsa.ops.topk import topk
 from jax_dsa.training.losses import next_token_loss, token_losses
@@ -27,7 +28,7 @@ many evenly spread queries are taken."""
 SELECTIONS = ("indexer", "random", "recency", "best")
 Keys = Literal["sparse", "dense", "recency"]
 """The keys that a model attends to: those that it selects, all keys, or the same number of latest
-keys."""
+keys (or pools)."""
 
 
 class Evaluator:
@@ -116,11 +117,13 @@ class Evaluator:
     ) -> jax.Array:
         indices = None
         if keys == "recency":
-            starts, (rows, length) = None, batch.inputs.shape
+            config, (rows, length) = self.program.config.model.attention, batch.inputs.shape
+            ends = jnp.broadcast_to(jnp.arange(1, length + 1, dtype=jnp.int32), (rows, length))
+            starts = jnp.zeros_like(ends)
             if batch.segment_ids is not None:
                 starts = document_starts(batch.segment_ids)
-            top_k = self.program.config.model.attention.top_k
-            indices = recency_indices(rows, length, top_k, starts)
+            visible = pool_range(config.index_pool or 1, starts, ends)
+            indices = recency_indices(rows, length, config.selected, *visible)
         sparse = keys != "dense"
         logits, _ = self.program.logits(backbone, indexer, batch, sparse=sparse, indices=indices)
         return token_losses(logits, batch.targets)
@@ -129,6 +132,7 @@ class Evaluator:
         self, backbone: Params, indexer: Params, key: jax.Array, batch: Batch
     ) -> dict[str, Float[Array, "..."]]:
         config = self.program.config.model.attention
+        size, number = config.index_pool or 1, config.attended
         _, layers = self.program.logits(backbone, indexer, batch, sparse=False)
         rows, length = batch.inputs.shape
         queries = jnp.arange(min(length, _QUERIES)) * length // min(length, _QUERIES)
@@ -145,14 +149,16 @@ class Evaluator:
                     index_q=layer.indexer.index_q[:, queries],
                     index_weights=layer.indexer.index_weights[:, queries],
                 )
+                begin, end = pool_range(size, starts, ends)
                 chosen, _ = indexer_topk(
-                    **inputs._asdict(), top_k=config.top_k, starts=starts, ends=ends
+                    **inputs._asdict(), top_k=config.selected, starts=begin, ends=end
                 )
+                chosen = tokens_attended(size, chosen, starts, ends, with_tail=config.index_tail)
             selections = {
                 "indexer": chosen,
-                "random": random_indices(key, rows, length, config.top_k, starts, ends),
-                "recency": recency_indices(rows, len(queries), config.top_k, starts, ends),
-                "best": topk(mass, config.top_k, starts=starts, ends=ends),
+                "random": random_indices(key, rows, length, number, starts, ends),
+                "recency": recency_indices(rows, len(queries), number, starts, ends),
+                "best": topk(mass, number, starts=starts, ends=ends),
             }
             found.append({k: mass_recall(mass, i, starts, ends) for k, i in selections.items()})
         recalls = jax.tree.map(lambda *x: jnp.stack(x), *found)

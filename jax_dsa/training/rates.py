@@ -32,23 +32,27 @@ def flops_per_token(config: TrainConfig) -> dict[Stage, float]:
     indexer, _, backbone = nnx.state(model, INDEXER, nnx.PathContains("embed"), ...)
     matrices, index_matrices = _matrix_flops(backbone), _matrix_flops(indexer)
     indexers = config.model.layers.count("full")
-    seen = (length + 1) / 2
-    selected = float(np.minimum(np.arange(1, length + 1), c.top_k).mean())
+    ends, size = np.arange(1, length + 1), c.index_pool or 1
+    in_pools = ends // size * size
+    # The means over queries, of keys that a query sees, that are scored, and that are selected.
+    seen, scored = float(ends.mean()), float(in_pools.mean())
+    selected = float(np.minimum(in_pools, c.top_k).mean())
+    attended = selected + (seen - scored if c.index_tail else 0)
     latent = c.kv_rank + c.rope_dim
     dense = layers * 2 * c.num_heads * (c.nope_dim + c.rope_dim + c.v_dim) * seen
-    sparse = layers * 2 * c.num_heads * (latent + c.kv_rank) * selected
+    sparse = layers * 2 * c.num_heads * (latent + c.kv_rank) * attended
     teacher = indexers * 2 * c.num_heads * latent  # per key
-    scores = indexers * 2 * c.index_heads * c.index_dim  # per key
+    scores = indexers * 2 * c.index_heads * c.index_dim / size  # per key in a pool
     # The forward pass and the weights' gradients. The indexer's input gets no gradient.
     learn = 2 * index_matrices
     control = 3 * (matrices + dense)
     return {
         "dense": control,
-        "warmup": matrices + dense + learn + (teacher + 3 * scores) * seen,
+        "warmup": matrices + dense + learn + teacher * seen + 3 * scores * scored,
         "sparse": control
         + 3 * (matrices + sparse)
         + learn
-        + scores * seen
+        + scores * scored
         + (teacher + 2 * scores) * selected,
     }
 
