@@ -140,6 +140,23 @@ def test_three_equal_positions_are_one(kind: str, rng: np.random.Generator) -> N
 
 
 @kinds
+def test_decoding_with_positions(kind: str, rng: np.random.Generator) -> None:
+    """A block's key has the position of its first token, which may be from an earlier call."""
+    c = dataclasses.replace(KINDS[kind], rope_dim=6, mrope_sections=(1, 1, 1))
+    module, x = layer(rng, c), hidden(rng)
+    places = jnp.asarray(np.cumsum(rng.integers(0, 3, (3, B, T)), axis=2), jnp.int32)
+    want, aux = jax.jit(lambda x, p: module(x, positions=p))(x, places)
+    step = jax.jit(lambda x, p, cache: module.decode(x, cache, positions=p))
+    cache, start = module.init_cache(B, T), 0
+    for n in (6, 1, 9, 1, 12):
+        here = slice(start, start + n)
+        y, cache, indices = step(x[:, here], places[:, :, here], cache)
+        assert_matches(y, want[:, here], 1e-4)
+        np.testing.assert_array_equal(indices, aux.indices[:, here])
+        start += n
+
+
+@kinds
 def test_blocks_that_a_query_may_not_select(kind: str, rng: np.random.Generator) -> None:
     """They are empty slots, like those that do not exist."""
     module, x = layer(rng, KINDS[kind]), hidden(rng)
@@ -165,7 +182,7 @@ def test_a_layer_that_shares_a_selection(rng: np.random.Generator) -> None:
     assert_matches(y, want, 1e-5)
     assert found.kl is None
     cache = shared.init_cache(B, T)
-    assert cache.index_k is None and cache.open_pool is None
+    assert cache.index_k is None and cache.open_block is None
     y, _, indices = shared.decode(x, cache, indices=aux.indices)
     assert_matches(y, want, 1e-4)
     np.testing.assert_array_equal(indices, aux.indices)
@@ -287,8 +304,8 @@ def test_wrong_caches(rng: np.random.Generator) -> None:
         (module, cache._replace(v=paged.v), TypeError, "'cache.v' is PagedCache, want FlatCache"),
         (module, one, TypeError, "'cache.k.data' has dtype bfloat16, want float32"),
         (module, cache._replace(index_k=None), ValueError, "'cache.index_k' is 'None', want given"),
-        (module, pooled, ValueError, "'cache.open_pool' is 'given', want None"),
-        (mean, cache, ValueError, "'cache.open_pool' is 'None', want given"),
+        (module, pooled, ValueError, "'cache.open_block' is 'given', want None"),
+        (mean, cache, ValueError, "'cache.open_block' is 'None', want given"),
         (mean, pooled._replace(index_k=cache.index_k), ValueError, "'cache.index_k' has shape"),
     )
     for made, wrong, error, message in calls:
