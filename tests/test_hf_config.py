@@ -15,6 +15,7 @@ from jax_dsa import nn
 REQUIRED = {
     "deepseek_v32": set(SIZES) - {"rms_norm_eps"},
     "glm_moe_dsa": set(SIZES) - {"rms_norm_eps"},
+    "glm5_next": {*SIZES, "index_kpool"},
     "hy_v4": set(SIZES),
     "mistral_large4": set(SIZES) - {"q_lora_rank"},
     "deepseek_v4": set(COMPRESSED),
@@ -22,7 +23,7 @@ REQUIRED = {
 FULL, SHARED = "full", "shared"
 
 
-@pytest.mark.parametrize("kind", ["deepseek_v32", "deepseek_v4"])
+@pytest.mark.parametrize("kind", ["deepseek_v32", "glm5_next", "deepseek_v4"])
 def test_published_configurations_equal_those_of_transformers(kind):
     want, got = nn.from_hf(CONFIGS[kind]), nn.from_hf(CONFIGS[f"{kind} as published"])
     assert got == want
@@ -61,8 +62,7 @@ def without(config, field):
 def test_a_missing_field_is_named(kind, tmp_path):
     config = CONFIGS[kind].get("text_config", CONFIGS[kind])
     names = {"model_type", *(REQUIRED[kind.removesuffix(" as published")])} & set(config)
-    if "published" in kind:
-        names |= {"rope_theta"}
+    names |= {"rope_theta"} & set(config)
     for field in names:
         config = without(CONFIGS[kind], field)
         where = "'text_config' in argument 'config'" if "text_config" in config else "argument"
@@ -155,6 +155,46 @@ def test_every_fourth_layer_of_mistral_has_no_position_by_default():
     assert [x.kv_source for x in nn.from_hf(config)] == list(range(8))
     config["text_config"]["no_rope_layer_interval"] = 2
     assert [x.config.rope_dim for x in nn.from_hf(config)] == [8, 0] * 4
+
+
+def test_only_the_sparse_layers_of_glm5_next_have_a_configuration():
+    layers = nn.from_hf(CONFIGS["glm5_next"])
+    assert [i for i, layer in enumerate(layers) if layer.config is not None] == [3, 7]
+    config = layers[7].config
+    assert (config.rope_dim, config.index_pool, config.index_tail) == (0, 4, True)
+    assert config.scale == SIZES["qk_nope_head_dim"] ** -0.5
+    plain = without(without(CONFIGS["glm5_next"], "layer_types"), "indexer_types")
+    assert nn.from_hf(plain) == layers
+
+
+def test_a_selection_is_shared_by_adjacent_layers_of_glm5_next():
+    plain = CONFIGS["glm5_next as published"]
+    kinds = ["indexed_attention", "full_attention", "linear_attention", *["indexed_attention"] * 5]
+    types = [FULL, SHARED, SHARED, FULL, SHARED, SHARED, FULL, SHARED]
+    layers = nn.from_hf({**plain, "layer_types": kinds, "indexer_types": types})
+    assert [x.indexer_type for x in layers if x.config] == [
+        t for i, t in enumerate(types) if i != 2
+    ]
+    message = "indexer_types in .* makes layer 3 'shared', expected 'full' after layer 2, which"
+    with pytest.raises(ValueError, match=message):
+        nn.from_hf({**plain, "layer_types": kinds, "indexer_types": [FULL, *[SHARED] * 7]})
+    with pytest.raises(ValueError, match=r"index_topk_freq in .* makes layer 3 'shared'"):
+        nn.from_hf({**plain, "index_topk_freq": 8})
+
+
+def test_fields_of_glm5_next_with_a_wrong_value():
+    plain = CONFIGS["glm5_next as published"]
+    for fields, message in (
+        ({"layer_types": ["x"] * 8}, r"layer_types\[0\] in .* is 'x', expected one of"),
+        ({"qk_rope_head_dim": 8}, r"qk_rope_head_dim in .* is 8, expected one of \(0,\)"),
+        ({"index_kpool": 3}, "AttentionConfig: index_pool is 3, expected a divisor of top_k = 8"),
+    ):
+        with pytest.raises(ValueError, match=f"from_hf: .*{message}"):
+            nn.from_hf({**plain, **fields})
+    with pytest.raises(TypeError, match=r"from_hf: .* argument 'index_tail' is 1 \(int\), want a"):
+        nn.from_hf({**plain, "index_kpool_always_select_tail": 1})
+    with pytest.raises(ValueError, match=r"'rope_alpha' has shape \(2,\), expected None, because"):
+        nn.from_hf(plain, rope_alpha=(0.1, 0.2))
 
 
 @pytest.mark.parametrize(

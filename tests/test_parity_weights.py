@@ -84,6 +84,8 @@ def test_yarn_at_the_models_sizes(rope: dict[str, Any]) -> None:
         ("glm_moe_dsa", {"index_topk_pattern": "FFSSFSSS"}),
         ("mistral_large4", {"index_topk_freq": 2}),
         ("mistral_large4", {"no_rope_layer_interval": 3}),
+        ("glm5_next", {}),
+        ("glm5_next", {"layer_types": None, "index_kpool_always_select_tail": False}),
         ("hy_v4", {}),
         ("deepseek_v4", {"compress_ratios": [0, 0, 4, 128, 4, 128, 4, 4, 0]}),
     ],

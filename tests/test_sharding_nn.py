@@ -24,8 +24,11 @@ COMPRESSED = nn.CompressedConfig(
     **{"out_groups": 2, "out_rank": 6, "window": 5, "ratio": 4, "overlap": True, "top_k": 3},
     **{"index_heads": 2, "index_dim": 8},
 )
+POOLED = dataclasses.replace(CONFIG, rope_dim=0, index_rope_dim=0, top_k=6, index_pool=2)
 LAYERS = {
     "attention": CONFIG,
+    "pooled": POOLED,
+    "pooled in chunks": dataclasses.replace(POOLED, query_chunk=4),
     "chunks": dataclasses.replace(CONFIG, query_chunk=4),
     "chunks that devices do not divide": dataclasses.replace(CONFIG, query_chunk=1),
     "fp8": dataclasses.replace(CONFIG, fp8=True),
@@ -47,6 +50,7 @@ def layer(config: Any) -> nnx.Module:
 
 FAST = [
     ("chunks", "both", "explicit-of-types"),
+    ("pooled", "both", "explicit-of-types"),
     ("compressed", "batch", "explicit-of-types"),
 ]
 
@@ -153,14 +157,17 @@ def test_decoder(
 def stripe_cases() -> list[Any]:
     """Returns kinds of meshes, chunks, and flags; one case on an Explicit mesh is fast."""
     flags = [False, True]
+    fast = (CONFIG, "explicit", 2, True, True), (POOLED, "explicit", None, True, True)
     return [
-        pytest.param(*case, marks=[] if case == ("explicit", 2, True, True) else pytest.mark.slow)
-        for case in itertools.product(MESHES, [None, 2], flags, flags)
+        pytest.param(*case, marks=[] if case in fast else pytest.mark.slow)
+        for case in itertools.product([CONFIG, POOLED], MESHES, [None, 2], flags, flags)
+        if case[0] is CONFIG or case[3]
     ]
 
 
-@pytest.mark.parametrize(("kind", "chunk", "sparse", "packed"), stripe_cases())
+@pytest.mark.parametrize(("config", "kind", "chunk", "sparse", "packed"), stripe_cases())
 def test_stripes(
+    config: Any,
     kind: str,
     chunk: int | None,
     sparse: bool,
@@ -169,7 +176,7 @@ def test_stripes(
     cpus: list[jax.Device],
 ) -> None:
     """Values, selection, loss and gradients are those of the sequence in order."""
-    config = dataclasses.replace(CONFIG, query_chunk=chunk)
+    config = dataclasses.replace(config, query_chunk=chunk)
     graph, params = nnx.split(nn.DSAttention(config, rngs=nnx.Rngs(0)))
     x = rng.normal(size=(B, T, CONFIG.model_dim)).astype(np.float32)
     ids = documents(rng) if packed else None

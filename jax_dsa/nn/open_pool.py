@@ -91,7 +91,7 @@ class OpenPool(NamedTuple):
         begin = lengths - lengths % size  # of the incomplete pool
         oldest = jnp.maximum(self.first, self.longest - self.values.shape[1])
         is_held = (begin >= oldest) & (lengths <= self.longest)
-        needs_none = (lengths == begin) & (self.longest < LARGEST)
+        needs_none = (lengths == begin) & (lengths > 0) & (self.longest < LARGEST)
         is_valid = (lengths == 0) | is_held | needs_none
         continues = is_held & (lengths > 0)
         longest = jnp.maximum(jnp.where(continues, self.longest, 0), lengths + counts)

@@ -56,6 +56,26 @@ CONFIGS = {
         "quantization_config": {"quant_method": "fp8", "weight_block_size": [128, 128]},
     },
     "glm_moe_dsa": {**SIZES, "model_type": "glm_moe_dsa", "rope_parameters": ROPE},
+    "glm5_next": {
+        "model_type": "glm5_next",
+        "text_config": {
+            **SIZES,
+            "model_type": "glm5_next_text",
+            "qk_rope_head_dim": 0,
+            "index_kpool": 4,
+            "index_kpool_always_select_tail": True,
+            "layer_types": [*["linear_attention"] * 3, "indexed_attention"] * 2,
+            "indexer_types": ["full"] * 8,
+        },
+    },
+    # Text models have no inner configuration, and older ones another name for sparse layers.
+    "glm5_next as published": {
+        **SIZES,
+        "model_type": "glm5_next",
+        "qk_rope_head_dim": 0,
+        "index_kpool": 4,
+        "layer_types": [*["linear_attention"] * 3, "full_attention"] * 2,
+    },
     "hy_v4": {**SIZES, "model_type": "hy_v4", "rope_parameters": ROPE},
     "mistral_large4": {
         "model_type": "mistral_large4",

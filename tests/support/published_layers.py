@@ -34,6 +34,21 @@ VARIANT = nn.AttentionConfig(
     log_scaling=True,
     index_rope_last=True,
 )
+# This layer has no position, and its indexer selects 3 pools of 4 tokens.
+POOLED = nn.AttentionConfig(
+    model_dim=M,
+    num_heads=2,
+    q_rank=12,
+    kv_rank=8,
+    nope_dim=6,
+    rope_dim=0,
+    v_dim=7,
+    index_heads=3,
+    index_dim=8,
+    index_rope_dim=0,
+    top_k=12,
+    index_pool=4,
+)
 COMPRESSED = nn.CompressedConfig(
     model_dim=M,
     num_heads=4,
@@ -51,6 +66,7 @@ COMPRESSED = nn.CompressedConfig(
 )
 LAYERS = {
     "latent": VARIANT,
+    "pooled": POOLED,
     "selected": COMPRESSED,
     "all": dataclasses.replace(COMPRESSED, ratio=3, overlap=False, top_k=None),
     "window": dataclasses.replace(COMPRESSED, ratio=None, overlap=False, top_k=None),
