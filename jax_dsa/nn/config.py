@@ -197,6 +197,11 @@ class AttentionConfig:
         return self.top_k // (self.index_pool or 1)
 
     @property
+    def selected_keys(self) -> int:
+        """The number of keys that the indexer selects for a query, those of pools included."""
+        return self.top_k
+
+    @property
     def scale(self) -> float:
         """The softmax scale of both forms, (nope_dim + rope_dim)^-1/2 times `scale_factor`."""
         return float((self.nope_dim + self.rope_dim) ** -0.5 * self.scale_factor)

@@ -73,7 +73,7 @@ class Block(Module):
         check_module("Block", config, DecoderConfig, rngs)
         a = config.attention
         self.attention_norm = RMSNorm(a.model_dim, **config.residual_norm, rngs=rngs)
-        self.attention = DSAttention(a, indexer_type, rngs=rngs)
+        self.attention = new_attention(a, indexer_type, rngs)
         self.mlp_norm = RMSNorm(a.model_dim, **config.residual_norm, rngs=rngs)
         self.mlp = SwiGLU(config, rngs=rngs)
 

@@ -50,11 +50,18 @@ class GroupedAux(NamedTuple):
         indices: The blocks that each query selected, int32, -1 in empty slots: a list for each KV
             head with "max", one list with "mean". Blocks are numbered within the query's document.
             None in dense attention.
+        q: Queries, rotated.
+        k: Keys, rotated.
+        indexer: The indexer's queries, and its keys, of tokens with "max" and of blocks with
+            "mean"; None without an indexer.
     """
 
     kl: Float[Array, ""] | None
     lse: Float[Array, "B T N"]
     indices: Int[Array, "B T G K"] | Int[Array, "B T K"] | None
+    q: Float[Array, "B T N D"]
+    k: Float[Array, "B T G D"]
+    indexer: tuple[Float[Array, "B T J C"], Float[Array, "B S C"]] | None
 
 
 class GroupedAttention(Module):
@@ -162,7 +169,7 @@ class GroupedAttention(Module):
                 q, k, v, scale=c.scale, is_causal=True, segment_ids=own, return_lse=True
             )
             kl = None if index is None else warmup_loss(c, *index, q, k, starts)
-            return self._result(x, out, kl, lse, None)
+            return self._result(x, out, GroupedAux(kl, lse, None, q, k, index))
         ends = jnp.broadcast_to(jnp.arange(1, x.shape[1] + 1, dtype=jnp.int32), x.shape[:2])
         first, logits = jnp.zeros_like(ends) if starts is None else starts, None
         if indices is not None:
@@ -182,7 +189,7 @@ class GroupedAttention(Module):
         kl = None
         if index is not None:
             kl = selected_loss(c, *index, indices, q, k, lse, first, ends, logits)
-        return self._result(x, out, kl, lse, indices)
+        return self._result(x, out, GroupedAux(kl, lse, indices, q, k, index))
 
     def _positions(
         self, args: Args, x: Array, positions: Any, segment_ids: Any
@@ -214,12 +221,13 @@ class GroupedAttention(Module):
         return self.wo(out)
 
     def _result(
-        self, x: Array, out: Array, kl: Array | None, lse: Array, indices: Array | None
+        self, x: Array, out: Array, aux: GroupedAux
     ) -> tuple[Float[Array, "B T M"], GroupedAux]:
-        if kl is not None:
+        if aux.kl is not None:
             # The barrier keeps XLA from postponing the losses of all layers, as in `dsa_attention`.
-            out, kl = jax.lax.optimization_barrier((out, kl))
-        return self._output(x, out), GroupedAux(kl, lse, indices)
+            out, kl = jax.lax.optimization_barrier((out, aux.kl))
+            aux = aux._replace(kl=kl)
+        return self._output(x, out), aux
 
     def _checked_selection(self, args: Args, indices: Any, sparse: bool) -> Blocks | None:
         """Returns the checked argument 'indices'."""

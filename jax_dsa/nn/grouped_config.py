@@ -131,6 +131,16 @@ class GroupedConfig:
             args.option("mrope_sections", sections, known, want)
 
     @property
+    def selected(self) -> int:
+        """The number of blocks that the indexer selects for a query."""
+        return self.top_k
+
+    @property
+    def selected_keys(self) -> int:
+        """The largest number of keys in the blocks that the indexer selects for a query."""
+        return self.top_k * self.block_size
+
+    @property
     def scale(self) -> float:
         """The softmax scale, D^-1/2."""
         return float(self.head_dim**-0.5)

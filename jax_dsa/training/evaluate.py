@@ -11,10 +11,8 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from jax_dsa.core.documents import document_starts
 from jax_dsa.core.typing import Array, Float
-from jax_dsa.ops.indexer import indexer_topk
-from jax_dsa.ops.topk import topk
 from jax_dsa.training.losses import next_token_loss, token_losses
-from jax_dsa.training.metrics import attention_mass, mass_recall, random_indices, recency_indices
+from jax_dsa.training.selections import recalls, recency_selection
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
@@ -116,11 +114,12 @@ class Evaluator:
     ) -> jax.Array:
         indices = None
         if keys == "recency":
-            starts, (rows, length) = None, batch.inputs.shape
+            ends = jnp.arange(1, batch.inputs.shape[1] + 1, dtype=jnp.int32)
+            ends = jnp.broadcast_to(ends, batch.inputs.shape)
+            starts = jnp.zeros_like(ends)
             if batch.segment_ids is not None:
                 starts = document_starts(batch.segment_ids)
-            top_k = self.program.config.model.attention.top_k
-            indices = recency_indices(rows, length, top_k, starts)
+            indices = recency_selection(self.program.config.model.attention, starts, ends)
         sparse = keys != "dense"
         logits, _ = self.program.logits(backbone, indexer, batch, sparse=sparse, indices=indices)
         return token_losses(logits, batch.targets)
@@ -138,22 +137,7 @@ class Evaluator:
             starts = document_starts(batch.segment_ids)[:, queries]
         found: list[dict[str, jax.Array]] = []
         for layer in layers:
-            q, lse = layer.q[:, queries], layer.lse[:, queries]
-            mass = attention_mass(q, layer.kv, lse, scale=config.scale, starts=starts, ends=ends)
-            if layer.indexer is not None:
-                inputs = layer.indexer._replace(
-                    index_q=layer.indexer.index_q[:, queries],
-                    index_weights=layer.indexer.index_weights[:, queries],
-                )
-                chosen, _ = indexer_topk(
-                    **inputs._asdict(), top_k=config.top_k, starts=starts, ends=ends
-                )
-            selections = {
-                "indexer": chosen,
-                "random": random_indices(key, rows, length, config.top_k, starts, ends),
-                "recency": recency_indices(rows, len(queries), config.top_k, starts, ends),
-                "best": topk(mass, config.top_k, starts=starts, ends=ends),
-            }
-            found.append({k: mass_recall(mass, i, starts, ends) for k, i in selections.items()})
-        recalls = jax.tree.map(lambda *x: jnp.stack(x), *found)
-        return recalls | {"kl": jnp.stack([x.kl for x in layers if x.kl is not None])}
+            selecting = layer.indexer if layer.indexer is not None else selecting
+            found.append(recalls(config, layer, selecting, queries, key, starts, ends))
+        stacked = jax.tree.map(lambda *x: jnp.stack(x), *found)
+        return stacked | {"kl": jnp.stack([x.kl for x in layers if x.kl is not None])}
