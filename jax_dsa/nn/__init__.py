@@ -16,6 +16,7 @@ with needs_extra("flax", __name__):
     from jax_dsa.nn.decoder import Block, DecoderLM, SwiGLU
     from jax_dsa.nn.fp4 import fake_quantize_fp4
     from jax_dsa.nn.grouped import GroupedAttention, GroupedAux
+    from jax_dsa.nn.grouped_cache import GroupedCache
     from jax_dsa.nn.grouped_config import GroupedConfig
     from jax_dsa.nn.hf import load_hf, save_hf
     from jax_dsa.nn.hf_config import HFLayer, from_hf
@@ -45,6 +46,7 @@ __all__ = [
     "Fp8Linear",
     "GroupedAttention",
     "GroupedAux",
+    "GroupedCache",
     "GroupedConfig",
     "HFLayer",
     "IndexerInputs",

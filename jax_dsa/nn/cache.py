@@ -317,6 +317,50 @@ class DecoderCache(NamedTuple):
         return DecoderCache(tuple(layer.with_lengths(lengths) for layer in self.layers))
 
 
+def empty_rows(
+    args: Args,
+    batch: int,
+    capacity: int,
+    dim: int,
+    *,
+    groups: int = 1,
+    dtype: Any,
+    fp8: bool = False,
+    page_size: int | None,
+    num_pages: int | None,
+    multiple: tuple[int, str],
+) -> FlatCache | PagedCache:
+    """Returns an empty cache of rows; the arguments are those of `LayerCache.empty`.
+
+    Args:
+        args: The checks of the public function.
+        batch: B, number of requests.
+        capacity: S, number of tokens that each request may have.
+        dim: D, size of a row.
+        groups: G, number of KV heads.
+        dtype: Dtype of the rows.
+        fp8: Whether to store FP8 records.
+        page_size: L, tokens per page; None: the cache is flat.
+        num_pages: P, number of pages in the pool.
+        multiple: What `page_size` must be a multiple of, and the field of the configuration.
+    """
+    options: dict[str, Any] = {"groups": groups, "dtype": dtype, "fp8": fp8}
+    if page_size is None:
+        args.option("num_pages", num_pages, num_pages is None, "None without 'page_size'")
+        return FlatCache.empty(batch, capacity, dim, **options)
+    page_size, (size, field) = args.integer("page_size", page_size, 1), multiple
+    want = f"a multiple of the configuration's {field} = {size}"
+    args.option("page_size", page_size, page_size % size == 0, want)
+    entries = -(-capacity // page_size)  # of each request in the page table
+    owned = batch * entries
+    pool = owned if num_pages is None else args.integer("num_pages", num_pages, 0)
+    cache = PagedCache.empty(pool, page_size, batch, entries, dim, **options)
+    if num_pages is not None:
+        return cache
+    table = jnp.arange(owned, dtype=jnp.int32).reshape(batch, entries)
+    return dataclasses.replace(cache, page_table=table)
+
+
 def empty_layer(
     op: str,
     config: AttentionConfig,
@@ -333,8 +377,6 @@ def empty_layer(
     args = checks_of(op)
     check_type(op, "config", config, AttentionConfig, "such as a layer's 'config'")
     batch, capacity = args.integer("batch", batch, 0), args.integer("capacity", capacity, 0)
-    if page_size is None:
-        args.option("num_pages", num_pages, num_pages is None, "None without 'page_size'")
     c = config
     dim = c.kv_rank + c.rope_dim
     if args.flag("fp8", fp8) and not c.shares_keys:
@@ -344,23 +386,18 @@ def empty_layer(
                 f"{op}: the configuration has kv_rank + rope_dim = {dim}, "
                 f"want {' or '.join(map(str, known))} with fp8=True"
             )
-    tokens = batch, capacity
     kv: FlatCache | PagedCache | None = None
-    if not c.shares_keys and page_size is None:
-        kv = FlatCache.empty(*tokens, dim, dtype=c.dtype, fp8=fp8)
-    elif not c.shares_keys:
-        page_size = args.integer("page_size", page_size, 1)
-        size = c.index_pool or 1
-        want = f"a multiple of the configuration's index_pool = {size}"
-        args.option("page_size", page_size, page_size % size == 0, want)
-        entries = -(-capacity // page_size)  # of each request in the page table
-        owned = batch * entries
-        pool = owned if num_pages is None else args.integer("num_pages", num_pages, 0)
-        tokens = pool, page_size
-        kv = PagedCache.empty(*tokens, batch, entries, dim, dtype=c.dtype, fp8=fp8)
-        if num_pages is None:
-            table = jnp.arange(owned, dtype=jnp.int32).reshape(batch, entries)
-            kv = dataclasses.replace(kv, page_table=table)
+    tokens: tuple[int, ...] = batch, capacity
+    if not c.shares_keys:
+        kv = empty_rows(
+            *(args, batch, capacity, dim),
+            dtype=c.dtype,
+            fp8=fp8,
+            page_size=page_size,
+            num_pages=num_pages,
+            multiple=(c.index_pool or 1, "index_pool"),
+        )
+        tokens = (kv.pages if isinstance(kv, PagedCache) else kv.data).shape[:2]
     max_rollback = args.integer("max_rollback", max_rollback, 0)
     if indexer_type == "shared":
         return LayerCache(kv, None, None)

@@ -10,6 +10,7 @@ names in `transformers`.
 
 from __future__ import annotations
 
+import dataclasses
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import jax
@@ -19,16 +20,19 @@ from flax import nnx
 from jax_dsa.core.checks import INT32
 from jax_dsa.core.export import exportable
 from jax_dsa.core.typing import Array, Float, Int
-from jax_dsa.nn.arguments import check_module, hidden_states
+from jax_dsa.nn.arguments import check_module, hidden_states, token_counts
 from jax_dsa.nn.blocks import select, selectable, selected_loss, warmup_loss
+from jax_dsa.nn.grouped_cache import GroupedCache, check_grouped_cache, empty_grouped
 from jax_dsa.nn.grouped_config import GroupedConfig
 from jax_dsa.nn.grouped_indexer import GroupedIndexer
 from jax_dsa.nn.head_norm import RotaryHeadNorm
 from jax_dsa.nn.linear import projection
 from jax_dsa.nn.positions import token_positions
 from jax_dsa.nn.scopes import Module, scoped
+from jax_dsa.ops.cache import PagedCache
 from jax_dsa.ops.masked_attention import masked_attention
-from jax_dsa.ops.sparse_attention import sparse_attention
+from jax_dsa.ops.mqa_decode import mqa_decode
+from jax_dsa.ops.sparse_attention import sparse_attention, sparse_attention_decode
 
 if TYPE_CHECKING:
     from jax_dsa.core.checks import Args
@@ -190,6 +194,131 @@ class GroupedAttention(Module):
         if index is not None:
             kl = selected_loss(c, *index, indices, q, k, lse, first, ends, logits)
         return self._result(x, out, GroupedAux(kl, lse, indices, q, k, index))
+
+    def init_cache(
+        self,
+        batch: int,
+        capacity: int,
+        *,
+        page_size: int | None = None,
+        num_pages: int | None = None,
+        max_rollback: int = 16,
+    ) -> GroupedCache:
+        """Returns an empty cache.
+
+        Args:
+            batch: B, number of requests.
+            capacity: S, number of tokens that each request may have.
+            page_size: L, tokens per page, with "mean" a multiple of `config.block_size`; None: the
+                cache is flat.
+            num_pages: P, number of pages in the pool, as in `LayerCache.empty`. No page is mapped
+                before `GroupedCache.with_page_table`. By default each request owns the pages for
+                its capacity.
+            max_rollback: Number of tokens by which `lengths` may be set back from the largest that
+                a request has had, such as the number of draft tokens per step in speculative
+                decoding. Only "mean" limits it. Every multiple of `block_size` is possible, too.
+
+        Raises:
+            TypeError, ValueError: If an argument has the wrong type or is out of range.
+        """
+        return empty_grouped(
+            *("GroupedAttention.init_cache", self.config, self.indexer is not None),
+            *(batch, capacity),
+            page_size=page_size,
+            num_pages=num_pages,
+            max_rollback=max_rollback,
+        )
+
+    @scoped
+    def decode(
+        self,
+        x: Float[Array, "B T M"],
+        cache: GroupedCache,
+        *,
+        counts: Int[Array, "B"] | None = None,
+        indices: Int[Array, "B T G K"] | Int[Array, "B T K"] | None = None,
+    ) -> tuple[Float[Array, "B T M"], GroupedCache, Blocks | None]:
+        """Computes `__call__` for each request's next T tokens, or only the first `counts` of them.
+
+        T = 1 is a decode step, T = the length of the prompt a prefill, and anything between is a
+        chunk of a prefill. Prompts of different lengths are padded on the right to a common T.
+        Positions count from 0 in every request.
+
+        Args:
+            x: Hidden states of the next tokens.
+            cache: The layer's cache, as `init_cache` makes it.
+            counts: How many of the T tokens each request has, int32, clipped to 0..T; the others
+                are padding, which no token sees. Default: all.
+            indices: Blocks to attend to, int32. By default the indexer selects them.
+
+        Returns:
+            The hidden states; the cache with the new tokens in it; the blocks attended to, int32,
+            -1 in empty slots, or None in a layer that attends to all keys. Padding gets hidden
+            states of 0 and empty slots. Tokens that do not fit into the cache get no valid results;
+            compare `cache.free_tokens` before. With "mean", a request whose length was set to a
+            number that the cache does not support gets NaN; see `GroupedCache`.
+
+        Raises:
+            TypeError: If an argument has the wrong type.
+            ValueError: If an argument has the wrong shape or is the cache of another layer; if a
+                selection is missing, or given where the layer takes none.
+        """
+        c = self.config
+        args, x = hidden_states("GroupedAttention.decode", self, x, c.model_dim)
+        length = x.shape[1]
+        indices = self._checked_selection(args, indices, True)
+        lengths = check_grouped_cache(args, cache, c, self.indexer is not None)
+        counts = token_counts(args, counts, length)
+        step = jnp.arange(length, dtype=jnp.int32)
+        positions = lengths[:, None] + step
+        ends = positions + 1
+        if counts is not None:
+            ends = jnp.where(step < counts[:, None], ends, 0)
+        q, k, v = self._project(x, positions)
+        cache = cache.append(k, v, counts)
+        # The operators place query t at `lengths - T + t`, with padding, too.
+        keys, values = (
+            dataclasses.replace(rows, lengths=lengths + length) for rows in (cache.k, cache.v)
+        )
+        if c.indexer is None:
+            of_pages = values.pages if isinstance(values, PagedCache) else values.data
+            out = mqa_decode(q, keys, of_pages, scale=c.scale)
+            return self._decoded(x, out, counts, None), cache, None
+        is_valid = None
+        if self.indexer is not None and cache.open_pool is not None:
+            # Tokens that lack a page do not count. They come again.
+            held = cache.lengths.astype(jnp.int32) - lengths
+            index_k, numbers, pool, is_valid = self.indexer.extend(
+                cache.open_pool, x, lengths, held
+            )
+            cache = cache.with_index_keys(index_k, numbers)._replace(open_pool=pool)
+        elif self.indexer is not None:
+            index_k = self.indexer.keys(self.indexer.raw_keys(x), positions, None)
+            cache = cache.with_index_keys(index_k, jnp.where(ends > 0, positions, -1))
+        if indices is not None:
+            indices = selectable(c, indices, jnp.zeros_like(ends), ends)
+        else:
+            assert self.indexer is not None
+            index_q = self.indexer.queries(x, positions)
+            indices, _ = select(c, index_q, cache.index_keys, None, ends)
+        out = sparse_attention_decode(
+            *(q, keys, values, indices),
+            block_size=c.block_size,
+            scale=c.scale,
+            is_causal=True,
+            tail_block=c.indexer == "mean",
+        )
+        return self._decoded(x, out, counts, is_valid), cache, indices
+
+    def _decoded(
+        self, x: Array, out: Array, counts: Array | None, is_valid: Array | None
+    ) -> Float[Array, "B T M"]:
+        """Returns hidden states: 0 for padding, NaN for requests that are not valid."""
+        y = self._output(x, out)
+        if counts is not None:
+            is_token = jnp.arange(x.shape[1], dtype=jnp.int32) < counts[:, None]
+            y = jnp.where(is_token[..., None], y, 0)
+        return y if is_valid is None else jnp.where(is_valid[:, None, None], y, jnp.nan)
 
     def _positions(
         self, args: Args, x: Array, positions: Any, segment_ids: Any

@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 
 from jax_dsa.core import compat
-from jax_dsa.core.typing import Array, Float, Int
+from jax_dsa.core.typing import Array, Bool, Float, Int
 from jax_dsa.nn.compressor import first_positions
 from jax_dsa.nn.head_norm import RotaryHeadNorm
 from jax_dsa.nn.linear import projection
@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from flax import nnx
 
     from jax_dsa.nn.grouped_config import GroupedConfig
+    from jax_dsa.nn.open_pool import OpenPool
 
 
 class GroupedIndexer(Module):
@@ -91,3 +92,29 @@ class GroupedIndexer(Module):
 
             firsts = compat.left_to_compiler(first_of_documents, positions)(positions, starts)
         return self.k_norm.of_pools(mean_pool(raw, size, starts), firsts)
+
+    @scoped
+    def extend(
+        self,
+        pool: OpenPool,
+        x: Float[Array, "B T M"],
+        lengths: Int[Array, "B"],
+        counts: Int[Array, "B"],
+    ) -> tuple[Float[Array, "B W C"], Int[Array, "B W"], OpenPool, Bool[Array, "B"]]:
+        """Returns the keys of the blocks that each request's next tokens complete, with "mean".
+
+        Args:
+            pool: The last tokens before.
+            x: Hidden states of the new tokens.
+            lengths: Number of tokens before the new ones in each request, int32.
+            counts: Number of new tokens of each request, int32, 0 to T. The rest is padding.
+
+        Returns:
+            The keys; the numbers of their blocks, -1 where a block is not complete; `pool` with the
+            new tokens; and for which requests `pool` is valid.
+        """
+        size = self.config.block_size
+        pool, new = pool.extended(size, self.raw_keys(x), None, lengths, counts)
+        first = jnp.maximum(new.numbers, 0) * size
+        keys = self.k_norm.of_pools(mean_pool(new.values, size), first)
+        return keys, new.numbers, pool, new.is_valid
