@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 import jax.numpy as jnp
 import numpy as np
@@ -11,6 +11,9 @@ import numpy as np
 from jax_dsa.core.checks import FLOATS, Args
 from jax_dsa.nn.fp4 import BLOCK as FP4_BLOCK
 from jax_dsa.nn.rotary import ROPE_LAYOUTS, RopeLayout
+
+if TYPE_CHECKING:
+    from jax_dsa.nn.grouped_config import GroupedConfig
 
 IndexerType = Literal["full", "shared"]
 """Whether a layer has an indexer ("full") or reuses an earlier layer's selection ("shared")."""
@@ -249,7 +252,7 @@ class DecoderConfig:
     """A decoder-only language model of pre-norm blocks: attention, then a SwiGLU layer.
 
     Attributes:
-        attention: Configuration of every attention layer.
+        attention: Configuration of every attention layer; a `GroupedConfig` for grouped heads.
         vocab: Number of tokens in the vocabulary.
         num_layers: Number of blocks.
         mlp_dim: Width of the hidden layer of SwiGLU.
@@ -267,7 +270,7 @@ class DecoderConfig:
             leaves a layer without a selection.
     """
 
-    attention: AttentionConfig
+    attention: AttentionConfig | GroupedConfig
     vocab: int
     num_layers: int
     mlp_dim: int

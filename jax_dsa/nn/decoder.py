@@ -19,9 +19,9 @@ from jax_dsa.nn.arguments import (
     token_counts,
     token_numbers,
 )
-from jax_dsa.nn.attention import DSAttention
 from jax_dsa.nn.cache import DecoderCache, check_layer_cache, empty_decoder
 from jax_dsa.nn.config import DecoderConfig
+from jax_dsa.nn.layers import attention_layer
 from jax_dsa.nn.linear import projection
 from jax_dsa.nn.scopes import Embed, Linear, Module, RMSNorm, scoped
 
@@ -34,6 +34,11 @@ if TYPE_CHECKING:
     from jax_dsa.nn.attention import AttentionAux
     from jax_dsa.nn.cache import LayerCache
     from jax_dsa.nn.config import IndexerType
+    from jax_dsa.nn.grouped import GroupedAux
+    from jax_dsa.nn.grouped_cache import GroupedCache
+
+    Aux = AttentionAux | GroupedAux
+    Selection = Int[Array, "B T K"] | Int[Array, "B T G K"]
 
 
 class SwiGLU(Module):
@@ -73,7 +78,7 @@ class Block(Module):
         check_module("Block", config, DecoderConfig, rngs)
         a = config.attention
         self.attention_norm = RMSNorm(a.model_dim, **config.residual_norm, rngs=rngs)
-        self.attention = new_attention(a, indexer_type, rngs)
+        self.attention = attention_layer(a, indexer_type, rngs=rngs)
         self.mlp_norm = RMSNorm(a.model_dim, **config.residual_norm, rngs=rngs)
         self.mlp = SwiGLU(config, rngs=rngs)
 
@@ -81,16 +86,16 @@ class Block(Module):
         self,
         x: Float[Array, "B T M"],
         *,
-        indices: Int[Array, "B T K"] | None = None,
+        indices: Selection | None = None,
         positions: Int[Array, "B T"] | None = None,
         segment_ids: Int[Array, "B T"] | None = None,
         stripes: int = 1,
         sparse: bool = True,
-    ) -> tuple[Float[Array, "B T M"], AttentionAux]:
+    ) -> tuple[Float[Array, "B T M"], Aux]:
         """Returns hidden states, and the attention's other results.
 
-        The arguments are those of `DSAttention`. The hidden states have the wider of the dtypes of
-        `x` and of the configuration, because the block adds to `x`.
+        The arguments are those of the layer, `DSAttention` or `GroupedAttention`. The hidden states
+        have the wider of the dtypes of `x` and of the configuration, because the block adds to `x`.
         """
         args, x = hidden_states("Block", self, x, self.attention.config.model_dim)
         y, aux = self.attention(
@@ -107,21 +112,22 @@ class Block(Module):
     def decode(
         self,
         x: Float[Array, "B T M"],
-        cache: LayerCache,
+        cache: LayerCache | GroupedCache,
         *,
         counts: Int[Array, "B"] | None = None,
-        indices: Int[Array, "B T K"] | None = None,
-    ) -> tuple[Float[Array, "B T M"], LayerCache, Int[Array, "B T K"]]:
+        indices: Selection | None = None,
+    ) -> tuple[Float[Array, "B T M"], LayerCache | GroupedCache, Selection | None]:
         """Computes `__call__` for the T tokens after those in the cache.
 
-        Arguments and results are those of `DSAttention.decode`. The hidden states of padding are
+        Arguments and results are those of the layer's `decode`. The hidden states of padding are
         arbitrary.
         """
         a = self.attention
         args, x = hidden_states("Block.decode", self, x, a.config.model_dim)
         check_layer_cache(args, "cache", cache, a.config, a.indexer is not None)
+        own: Any = cache
         y, cache, indices = self.attention.decode(
-            self.attention_norm(x), cache, counts=counts, indices=indices
+            self.attention_norm(x), own, counts=counts, indices=indices
         )
         x = x + y
         return x + self.mlp(self.mlp_norm(x)), cache, indices
@@ -169,7 +175,7 @@ class DecoderLM(Module):
         sparse: bool = True,
         remat_policy: Callable[..., Any] | None = None,
         activation_sharding: Sharding | None = None,
-    ) -> tuple[Float[Array, "B T V"], list[AttentionAux]]:
+    ) -> tuple[Float[Array, "B T V"], list[Aux]]:
         """Computes next-token logits.
 
         Args:
@@ -207,7 +213,7 @@ class DecoderLM(Module):
         token_arrays = {"positions": positions, "segment_ids": segment_ids}
         selections = [None] * len(self.blocks) if indices is None else indices
         last = None
-        layers: list[AttentionAux] = []
+        layers: list[Aux] = []
         blocks = [nnx.split(block) for block in self.blocks]
         for i, (kind, replayed) in enumerate(zip(self.config.layers, selections, strict=True)):
             if replayed is None and kind == "shared":
@@ -225,7 +231,7 @@ class DecoderLM(Module):
 
             def run(
                 params: Any, x: jax.Array, arrays: dict[str, Any], i: int = i, graph: Any = graph
-            ) -> tuple[jax.Array, AttentionAux]:
+            ) -> tuple[jax.Array, Aux]:
                 with jax.named_scope(f"blocks/{i}"):
                     return nnx.merge(graph, params)(x, **arrays, stripes=stripes, sparse=sparse)
 
@@ -306,23 +312,26 @@ class DecoderLM(Module):
         check_type(args.op, "cache", cache, DecoderCache)
         self._check_number(args, "cache.layers", len(cache.layers), "caches")
         a, kinds = self.config.attention, self.config.layers
-        for i, (kind, layer) in enumerate(zip(kinds, cache.layers, strict=True)):
-            check_layer_cache(args, f"cache.layers[{i}]", layer, a, kind == "full")
+        caches: tuple[Any, ...] = cache.layers
+        for i, (block, layer) in enumerate(zip(self.blocks, caches, strict=True)):
+            has_indexer = block.attention.indexer is not None
+            check_layer_cache(args, f"cache.layers[{i}]", layer, a, has_indexer)
         counts = token_counts(args, counts, tokens.shape[1])
         if counts is not None:
             step = jnp.arange(tokens.shape[1], dtype=jnp.int32)
             # A number outside the vocabulary would have an embedding of NaN.
             tokens = jnp.where(step < counts[:, None], tokens, 0)
         x = self._embed(tokens)
-        selections: list[jax.Array] = []
-        layers = []
-        for i, (block, old) in enumerate(zip(self.blocks, cache.layers, strict=True)):
+        selections: list[Any] = []
+        layers: list[Any] = []
+        for i, (block, old) in enumerate(zip(self.blocks, caches, strict=True)):
             reused = selections[-1] if kinds[i] == "shared" else None
             with jax.named_scope(f"blocks/{i}"):
                 x, new, indices = block.decode(x, old, counts=counts, indices=reused)
             layers.append(new)
             selections.append(indices)
-        results = self._logits(x), DecoderCache(tuple(layers))
+        caches = tuple(layers)
+        results = self._logits(x), DecoderCache(caches)
         return (*results, selections) if return_indices else results
 
     def _check_number(self, args: Args, name: str, number: int, what: str) -> None:

@@ -130,6 +130,7 @@ class GroupedAttention(Module):
         indices: Int[Array, "B T G K"] | Int[Array, "B T K"] | None = None,
         positions: Int[Array, "B T"] | Int[Array, "3 B T"] | None = None,
         segment_ids: Int[Array, "B T"] | None = None,
+        stripes: int = 1,
         sparse: bool = True,
     ) -> tuple[Float[Array, "B T M"], GroupedAux]:
         """Computes causal attention among the tokens of `x`.
@@ -144,6 +145,7 @@ class GroupedAttention(Module):
                 0.
             segment_ids: Document numbers, int32, for several documents in one sequence, as in
                 `DSAttention`. The blocks of a document begin with its first token.
+            stripes: Must be 1: the layer takes no sequence that is stored in stripes.
             sparse: True attends to the selected blocks. False attends to all keys, and `aux.kl` is
                 then the indexer's warm-up loss over all of them.
 
@@ -159,6 +161,7 @@ class GroupedAttention(Module):
         c = self.config
         args, x = hidden_states("GroupedAttention", self, x, c.model_dim)
         sparse = args.flag("sparse", sparse)
+        args.option("stripes", stripes, args.integer("stripes", stripes, 1) == 1, "1")
         indices = self._checked_selection(args, indices, sparse)
         rotary, starts = self._positions(args, x, positions, segment_ids)
         q, k, v = self._project(x, rotary)
@@ -267,7 +270,7 @@ class GroupedAttention(Module):
         args, x = hidden_states("GroupedAttention.decode", self, x, c.model_dim)
         length = x.shape[1]
         indices = self._checked_selection(args, indices, True)
-        lengths = check_grouped_cache(args, cache, c, self.indexer is not None)
+        lengths = check_grouped_cache(args, "cache", cache, c, self.indexer is not None)
         counts = token_counts(args, counts, length)
         step = jnp.arange(length, dtype=jnp.int32)
         positions = lengths[:, None] + step

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 import jax
 import jax.numpy as jnp
@@ -136,6 +136,7 @@ class Evaluator:
         if batch.segment_ids is not None:
             starts = document_starts(batch.segment_ids)[:, queries]
         found: list[dict[str, jax.Array]] = []
+        selecting: Any = None
         for layer in layers:
             selecting = layer.indexer if layer.indexer is not None else selecting
             found.append(recalls(config, layer, selecting, queries, key, starts, ends))

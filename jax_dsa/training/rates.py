@@ -11,7 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 
-from jax_dsa.nn import DecoderLM
+from jax_dsa.nn import DecoderLM, GroupedConfig
 from jax_dsa.training.losses import INDEXER
 
 if TYPE_CHECKING:
@@ -33,12 +33,18 @@ def flops_per_token(config: TrainConfig) -> dict[Stage, float]:
     matrices, index_matrices = _matrix_flops(backbone), _matrix_flops(indexer)
     indexers = config.model.layers.count("full")
     seen = (length + 1) / 2
-    selected = float(np.minimum(np.arange(1, length + 1), c.top_k).mean())
-    latent = c.kv_rank + c.rope_dim
-    dense = layers * 2 * c.num_heads * (c.nope_dim + c.rope_dim + c.v_dim) * seen
-    sparse = layers * 2 * c.num_heads * (latent + c.kv_rank) * selected
-    teacher = indexers * 2 * c.num_heads * latent  # per key
-    scores = indexers * 2 * c.index_heads * c.index_dim  # per key
+    selected = float(np.minimum(np.arange(1, length + 1), c.selected_keys).mean())
+    if isinstance(c, GroupedConfig):
+        widths = 2 * c.head_dim, 2 * c.head_dim, c.head_dim
+        pool = c.block_size if c.indexer == "mean" else 1
+    else:
+        latent = c.kv_rank + c.rope_dim
+        widths = c.nope_dim + c.rope_dim + c.v_dim, latent + c.kv_rank, latent
+        pool = c.index_pool or 1
+    per_key = [2 * c.num_heads * width for width in widths]
+    dense, sparse = layers * per_key[0] * seen, layers * per_key[1] * selected
+    teacher = indexers * per_key[2]  # per key
+    scores = indexers * 2 * c.index_heads * c.index_dim / pool  # per key
     # The forward pass and the weights' gradients. The indexer's input gets no gradient.
     learn = 2 * index_matrices
     control = 3 * (matrices + dense)

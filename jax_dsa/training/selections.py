@@ -36,11 +36,11 @@ def recency_selection(
         starts: First token of each query's document, int32.
         ends: One past each query's own token, int32.
     """
-    latest = recency_indices(*ends.shape, config.selected, *_selectable(config, starts, ends))
-    if not _has_list_per_head(config):
-        return latest
-    batch, queries, count = latest.shape
-    return jnp.broadcast_to(latest[:, :, None], (batch, queries, config.kv_heads, count))
+    (batch, queries), count = ends.shape, config.selected
+    latest = recency_indices(batch, queries, count, *_selectable(config, starts, ends))
+    if isinstance(config, GroupedConfig) and config.indexer == "max":  # a list for each KV head
+        return jnp.broadcast_to(latest[:, :, None], (batch, queries, config.kv_heads, count))
+    return latest
 
 
 def recalls(
@@ -87,14 +87,10 @@ def recalls(
 
     mass = _mass(config, aux, queries, starts, ends)
     chosen = _chosen(config, indexer, queries, starts, ends)
-    if _has_list_per_head(config):
+    if chosen.ndim == 4:  # a list for each KV head
         found = jax.vmap(of_list, in_axes=(0, 2))(mass, chosen)
         return {name: x.mean() for name, x in found.items()}
     return of_list(mass.mean(0), chosen)
-
-
-def _has_list_per_head(config: Config) -> bool:
-    return isinstance(config, GroupedConfig) and config.indexer == "max"
 
 
 def _tokens_per_number(config: Config) -> int:
