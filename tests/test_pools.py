@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 
 import jax
 import jax.numpy as jnp
@@ -69,8 +70,26 @@ def test_a_layer_matches_the_oracle(rng, changes, packed):
             found = np.asarray(aux.indices[b, start + t])
             assert found[found >= 0].tolist() == [first + i for i in pools]
         losses += want.kl
-    if config.query_chunk is None:
-        np.testing.assert_allclose(aux.kl, np.mean(losses) if losses else 0, rtol=1e-4)
+    np.testing.assert_allclose(aux.kl, np.mean(losses) if losses else 0, rtol=1e-4)
+
+
+@pytest.mark.parametrize("packed", [slow(False), True])
+def test_the_warm_up_equals_the_sparse_stage_with_all_pools(rng, packed):
+    """Attention is dense in both. The gradients are those of the output and of the loss."""
+    module, x = layer(rng, dataclasses.replace(POOLED, top_k=32)), hidden(rng)
+    graph, params = nnx.split(module)
+
+    @functools.partial(jax.jit, static_argnames="sparse")
+    def run(params, x, sparse):
+        def loss(params, x):
+            ids = SEGMENT_IDS if packed else None
+            y, aux = nnx.merge(graph, params)(x, segment_ids=ids, sparse=sparse)
+            return jnp.sin(y).sum() + aux.kl, (y, aux.lse, aux.kl)
+
+        return jax.value_and_grad(loss, (0, 1), has_aux=True)(params, x)
+
+    assert_matches(run(params, x, sparse=False), run(params, x, sparse=True), 1e-4)
+    assert module(x, sparse=False)[1].indices is None
 
 
 def test_the_loss_has_the_gradients_of_finite_differences(rng):

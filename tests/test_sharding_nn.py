@@ -161,7 +161,6 @@ def stripe_cases() -> list[Any]:
     return [
         pytest.param(*case, marks=[] if case in fast else pytest.mark.slow)
         for case in itertools.product([CONFIG, POOLED], MESHES, [None, 2], flags, flags)
-        if case[0] is CONFIG or case[3]
     ]
 
 

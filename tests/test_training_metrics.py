@@ -69,6 +69,40 @@ def test_layers_without_an_indexer_have_a_recall_and_no_kl():
     assert_matches(losses["kl"], found["kl"].mean(), 1e-5)
 
 
+def test_stages_and_recalls_of_pooled_indexers():
+    """Recalls count tokens: those of the selected pools, and the tail."""
+    attention = dataclasses.replace(
+        ATTENTION, rope_dim=0, index_rope_dim=0, top_k=6, index_pool=3, query_chunk=8
+    )
+    model = dataclasses.replace(CONFIG.model, attention=attention)
+    program = Program(dataclasses.replace(CONFIG, model=model))
+    for step in STAGES.values():
+        state = program.init()._replace(step=jnp.asarray(step, jnp.int32))
+        state, losses = program.step(state, tokens())
+        assert all(np.isfinite(loss) for loss in jax.tree.leaves(losses))
+    evaluator = Evaluator(program)
+    found = evaluator.selection(state, [tokens()])
+    trained = program.model(state.backbone.params, state.indexer.params)
+    _, (layer,) = jax.jit(lambda t: trained(t, sparse=False))(tokens()[:, :-1])
+    mass = np.asarray(
+        training.attention_mass(layer.q, layer.kv, layer.lse, scale=attention.scale), np.float64
+    )
+    logits = np.asarray(jax_dsa.indexer_logits(**layer.indexer._asdict()))
+    held = []
+    for b, t in np.ndindex(*mass.shape[:2]):
+        if t + 1 > 6 + 2:
+            pools = np.argsort(-logits[b, t, : (t + 1) // 3], kind="stable")[:2]
+            keys = [3 * i + u for i in pools for u in range(3)]
+            held.append(mass[b, t, [*keys, *range((t + 1) // 3 * 3, t + 1)]].sum())
+    np.testing.assert_allclose(found["indexer"], [np.mean(held)], rtol=1e-5)
+    assert found["indexer"] <= found["best"]
+    losses = [
+        evaluator.token_losses(state.backbone.params, state.indexer.params, [tokens()], keys)
+        for keys in ("sparse", "dense", "recency")
+    ]
+    assert all(np.isfinite(x).all() for x in losses) and (losses[0] != losses[2]).any()
+
+
 def test_recalls_of_long_sequences_use_evenly_spread_queries(monkeypatch):
     monkeypatch.setattr(evaluate, "_QUERIES", 7)
     program = shared_program(CONFIG)

@@ -11,7 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax import nnx
-from support.training import CONFIG, STAGES, all_equal, leaves, shared_program, tokens
+from support.training import ATTENTION, CONFIG, STAGES, all_equal, leaves, shared_program, tokens
 
 from jax_dsa import nn, training
 from jax_dsa.core import op
@@ -241,6 +241,29 @@ def test_flops_match_a_count_by_hand():
     assert found["warmup"] == pytest.approx(warmup)
     sparse = 3 * (matrices + 2 * 2 * 2 * (12 + 8) * selected) + 2 * index
     sparse += score * seen + (heads + 2 * score) * selected
+    assert found["sparse"] == pytest.approx(dense + sparse)
+
+
+def test_flops_of_pools_match_a_count_by_hand():
+    """One layer that selects a pool of 4 tokens; sequences of 10 tokens."""
+    attention = dataclasses.replace(ATTENTION, rope_dim=0, index_rope_dim=0, index_pool=4)
+    config = dataclasses.replace(
+        CONFIG, seq_len=10, model=dataclasses.replace(CONFIG.model, attention=attention)
+    )
+    found = rates.flops_per_token(config)
+    projections = 16 * 12 + 12 * 2 * 6 + 16 * 8 + 2 * 8 * 6 + 2 * 8 * 6 + 2 * 6 * 16
+    matrices = 2 * (projections + 3 * 16 * 16 + 16 * VOCAB)
+    index = 2 * (12 * 2 * 8 + 16 * 8 + 16 * 2 + 16 * 8 + 4 * 8)
+    # The means over queries, of keys, pools, keys in the selected pool, and keys after all pools.
+    keys, pools = 55 / 10, (4 * 1 + 3 * 2) / 10
+    chosen, tail = 4 * 7 / 10, keys - 4 * pools
+    heads, score = 2 * 2 * 8, 2 * 2 * 8  # per latent key, per pool
+    dense = 3 * (matrices + 2 * 2 * (6 + 6) * keys)
+    assert found["dense"] == pytest.approx(dense)
+    warmup = dense / 3 + 2 * index + heads * keys + 3 * score * pools
+    assert found["warmup"] == pytest.approx(warmup)
+    sparse = 3 * (matrices + 2 * 2 * (8 + 8) * (chosen + tail)) + 2 * index
+    sparse += score * pools + heads * chosen + 2 * score * chosen / 4
     assert found["sparse"] == pytest.approx(dense + sparse)
 
 

@@ -190,18 +190,16 @@ class DSAttention(Module):
                 else:
                     pools: dict[str, Any] = {"size": c.index_pool, "with_tail": c.index_tail}
                     out, dsa = pooled_attention(q, kv, **pools, **arguments)
-                kl = None if index is None else dsa.kl
-                return kl, self.mla.output(out, some.projections), dsa.lse, dsa.indices, q
+                # With pools, the first queries of a document select nothing and do not count.
+                rows = jnp.sum(jnp.any(dsa.indices >= 0, axis=-1), dtype=jnp.float32)
+                loss = None if index is None else (dsa.kl, rows)
+                return loss, self.mla.output(out, some.projections), dsa.lse, dsa.indices, q
 
             queries = QueryInputs(p._replace(kv=None), scoring, starts, ends, indices)
             kl, y, lse, selected, q = map_query_chunks(
                 attend, queries, x.shape, c.query_chunk, stripes
             )
             return y, AttentionAux(kl, lse, selected, q, stored, index)
-        if index is not None and c.index_pool is not None:
-            raise NotImplementedError(
-                "DSAttention: sparse=False is not supported with index_pool; train with sparse=True"
-            )
         visible: dict[str, Any] = {"starts": starts, "ends": ends, "is_causal": ends is None}
         q = self.mla.absorbed_queries(p)
         in_order = jax.tree.map(lambda a: unstriped(a, stripes), (p._replace(kv=stored), starts))
@@ -210,7 +208,12 @@ class DSAttention(Module):
         if index is not None:
             constant_q, constant_kv = jax.lax.stop_gradient((q, kv))
             kl = dense_indexer_kl_loss(
-                **inputs, **visible, q=constant_q, kv=constant_kv, scale=c.scale
+                **inputs,
+                **visible,
+                q=constant_q,
+                kv=constant_kv,
+                block_size=c.index_pool or 1,
+                scale=c.scale,
             )
             # The barrier keeps XLA from postponing all layers' losses to the end of the step, as in
             # `dsa_attention`.

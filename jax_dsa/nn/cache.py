@@ -45,7 +45,7 @@ class LayerCache(NamedTuple):
         open_pool: The tokens that the key of the next pool will be computed from; None unless the
             layer has an indexer with `config.index_pool`. If `lengths` are set to a number for
             which it lacks tokens, the request's outputs are NaN until its length is set to 0. See
-            `max_rollback` of `empty`.
+            `max_rollback` of `empty`. Default: None.
     """
 
     kv: FlatCache | PagedCache | None

@@ -200,9 +200,10 @@ class AttentionConfig:
         return self.top_k // (self.index_pool or 1)
 
     @property
-    def selected_keys(self) -> int:
-        """The number of keys that the indexer selects for a query, those of pools included."""
-        return self.top_k
+    def attended(self) -> int:
+        """The largest number of keys that a query attends to in sparse attention."""
+        tail = (self.index_pool or 1) - 1 if self.index_tail else 0
+        return self.top_k + tail
 
     @property
     def scale(self) -> float:

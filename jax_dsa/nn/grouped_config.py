@@ -136,9 +136,9 @@ class GroupedConfig:
         return self.top_k
 
     @property
-    def selected_keys(self) -> int:
-        """The largest number of keys in the blocks that the indexer selects for a query."""
-        return self.top_k * self.block_size
+    def attended(self) -> int:
+        """The largest number of keys that a query attends to in sparse attention."""
+        return self.top_k * self.block_size + (self.block_size - 1 if self.indexer == "mean" else 0)
 
     @property
     def scale(self) -> float:

@@ -60,23 +60,24 @@ def map_query_chunks(
     of `attend` gets the corresponding chunk of every stripe, so that all devices take part in it.
 
     Args:
-        attend: Maps the inputs of some queries to a tuple of results. The first is a loss that is a
-            mean over these queries, or None. The second is the output. All but the first are arrays
-            [B, T, ...] of these queries.
+        attend: Maps the inputs of some queries to a tuple of results. The first is None, or a pair:
+            a loss that is the mean over those of these queries that count, and their number. The
+            second is the output. All but the first are arrays [B, T, ...] of these queries.
         inputs: The inputs of all queries.
         shape: [B, T, M], the shape of the hidden states.
         chunk: Queries of each stripe that one call of `attend` takes; None: all of them.
         stripes: Number of stripes that the sequence is stored in.
 
     Returns:
-        The tuple of results for all queries.
+        The tuple of results for all queries, with the loss in place of the pair.
 
     Raises:
         ValueError: If T / stripes is greater than `chunk` and not a multiple of it.
     """
     batch, length = shape[0], shape[1] // stripes
     if chunk is None or length <= chunk:
-        return attend(inputs)
+        loss, *results = attend(inputs)
+        return None if loss is None else loss[0], *results
     if length % chunk:
         divided = "T" if stripes == 1 else f"T / {stripes} stripes"
         raise ValueError(
@@ -114,6 +115,9 @@ def map_query_chunks(
         return compat.left_to_compiler(run, a, spec)(a)
 
     policy = jax.checkpoint_policies.save_only_these_names(*SELECTION)
-    kl, y, *others = jax.lax.map(jax.checkpoint(attend, policy=policy), jax.tree.map(cut, inputs))
+    loss, y, *others = jax.lax.map(jax.checkpoint(attend, policy=policy), jax.tree.map(cut, inputs))
     y, *others = jax.tree.map(joined, (y, *others))
-    return None if kl is None else kl.mean(), checkpoint_name(y, CHUNKED), *others
+    if loss is not None:
+        means, rows = loss
+        loss = jnp.sum(means * rows) / jnp.maximum(jnp.sum(rows), 1)
+    return loss, checkpoint_name(y, CHUNKED), *others

@@ -25,7 +25,7 @@ many evenly spread queries are taken."""
 SELECTIONS = ("indexer", "random", "recency", "best")
 Keys = Literal["sparse", "dense", "recency"]
 """The keys that a model attends to: those that it selects, all keys, or the same number of latest
-keys."""
+keys (or pools)."""
 
 
 class Evaluator:

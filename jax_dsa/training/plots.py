@@ -35,7 +35,7 @@ def plot(trainer: Trainer, results: Results, path: Path) -> None:
     """
     config, rows = trainer.config, trainer.log.rows()
     bounds = (0, config.dense_steps, config.sparse_start, config.total_steps)
-    keys = config.model.attention.selected_keys
+    keys = config.model.attention.attended
     names = {
         "best": ("best possible", GREY),
         "indexer": ("indexer", BLUE),

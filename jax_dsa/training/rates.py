@@ -32,29 +32,33 @@ def flops_per_token(config: TrainConfig) -> dict[Stage, float]:
     indexer, _, backbone = nnx.state(model, INDEXER, nnx.PathContains("embed"), ...)
     matrices, index_matrices = _matrix_flops(backbone), _matrix_flops(indexer)
     indexers = config.model.layers.count("full")
-    seen = (length + 1) / 2
-    selected = float(np.minimum(np.arange(1, length + 1), c.selected_keys).mean())
+    ends = np.arange(1, length + 1)
     if isinstance(c, GroupedConfig):
         widths = 2 * c.head_dim, 2 * c.head_dim, c.head_dim
-        pool = c.block_size if c.indexer == "mean" else 1
+        size, keys = c.block_size if c.indexer == "mean" else 1, c.top_k * c.block_size
     else:
         latent = c.kv_rank + c.rope_dim
         widths = c.nope_dim + c.rope_dim + c.v_dim, latent + c.kv_rank, latent
-        pool = c.index_pool or 1
-    per_key = [2 * c.num_heads * width for width in widths]
-    dense, sparse = layers * per_key[0] * seen, layers * per_key[1] * selected
-    teacher = indexers * per_key[2]  # per key
-    scores = indexers * 2 * c.index_heads * c.index_dim / pool  # per key
+        size, keys = c.index_pool or 1, c.top_k
+    in_pools = ends // size * size
+    # The means over queries, of keys that a query sees, that are scored, and that are selected.
+    seen, scored = float(ends.mean()), float(in_pools.mean())
+    selected = float(np.minimum(in_pools, keys).mean())
+    attended = selected + (seen - scored if c.attended > keys else 0)
+    dense, sparse, teacher = (2 * c.num_heads * width for width in widths)  # per key
+    dense, sparse = layers * dense * seen, layers * sparse * attended
+    teacher *= indexers
+    scores = indexers * 2 * c.index_heads * c.index_dim / size  # per key in a pool
     # The forward pass and the weights' gradients. The indexer's input gets no gradient.
     learn = 2 * index_matrices
     control = 3 * (matrices + dense)
     return {
         "dense": control,
-        "warmup": matrices + dense + learn + (teacher + 3 * scores) * seen,
+        "warmup": matrices + dense + learn + teacher * seen + 3 * scores * scored,
         "sparse": control
         + 3 * (matrices + sparse)
         + learn
-        + scores * seen
+        + scores * scored
         + (teacher + 2 * scores) * selected,
     }
 

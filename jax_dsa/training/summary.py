@@ -110,7 +110,7 @@ def evaluate(trainer: Trainer) -> Results:
 def table(results: Results, trainer: Trainer) -> str:
     """Returns the results as text."""
     config = trainer.config
-    keys, length = config.model.attention.selected_keys, config.seq_len
+    keys, length = config.model.attention.attended, config.seq_len
     bits = 1 / (math.log(2) * trainer.corpus.bytes_per_token)
 
     def loss(name: str, value: float) -> tuple[str, str, str]:
