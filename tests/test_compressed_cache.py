@@ -1,4 +1,4 @@
-"""Caches of compressed attention: decode steps, right-padded prompts, rollback, new requests."""
+"""Caches of layers other than `DSAttention`: decode steps, padded prompts, rollback, new requests."""
 
 from __future__ import annotations
 
@@ -12,8 +12,10 @@ from support.compare import assert_matches
 from support.marks import slow
 from support.published_layers import COMPRESSED, LAYERS, B, M, hidden, layer
 
-KINDS = {kind: LAYERS[kind] for kind in ("selected", "all", "window")}
-ONE_KIND = pytest.mark.parametrize("kind", ["selected", slow("all"), slow("window")])
+KINDS = {kind: config for kind, config in LAYERS.items() if kind not in ("latent", "pooled")}
+ONE_KIND = pytest.mark.parametrize(
+    "kind", [kind if kind in ("selected", "mean key") else slow(kind) for kind in KINDS]
+)
 
 
 def compiled(module):

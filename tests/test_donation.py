@@ -34,7 +34,7 @@ def decoder_caches():
 
 
 def layer_caches(rng):
-    for kind in ("selected", "all", "window"):
+    for kind in ("selected", "all", "window", "best key", "mean key"):
         module = layer(rng, LAYERS[kind])
         yield module.init_cache(B, 8)
         # Two layers that get the same lengths.

@@ -45,6 +45,12 @@ PUBLISHED = {
         "compressor.indexer.q_b_proj.weight": "indexer.wq_b.weight",
         "compressor.indexer.scorer.weights_proj.weight": "indexer.weights_proj.weight",
     },
+    "best key": {
+        "indexer.q_proj.weight": "index_q_proj.weight",
+        "indexer.k_proj.weight": "index_k_proj.weight",
+        "indexer.q_norm.weight": "index_q_norm.weight",
+        "indexer.k_norm.weight": "index_k_norm.weight",
+    },
 }
 
 

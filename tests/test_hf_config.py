@@ -8,7 +8,7 @@ import types
 
 import numpy as np
 import pytest
-from support.published_configs import COMPRESSED, CONFIGS, ROPE, SIZES
+from support.published_configs import COMPRESSED, CONFIGS, GROUPED, ROPE, SIZES
 
 from jax_dsa import nn
 
@@ -19,11 +19,15 @@ REQUIRED = {
     "hy_v4": set(SIZES),
     "mistral_large4": set(SIZES) - {"q_lora_rank"},
     "deepseek_v4": set(COMPRESSED),
+    "minimax_m3_vl": set(GROUPED) | {"index_n_heads", "index_topk_blocks"},
+    "qwen4_exp": set(GROUPED),
 }
 FULL, SHARED = "full", "shared"
 
 
-@pytest.mark.parametrize("kind", ["deepseek_v32", "glm5_next", "deepseek_v4"])
+@pytest.mark.parametrize(
+    "kind", ["deepseek_v32", "glm5_next", "deepseek_v4", "minimax_m3_vl", "qwen4_exp"]
+)
 def test_published_configurations_equal_those_of_transformers(kind):
     want, got = nn.from_hf(CONFIGS[kind]), nn.from_hf(CONFIGS[f"{kind} as published"])
     assert got == want
@@ -62,6 +66,8 @@ def without(config, field):
 def test_a_missing_field_is_named(kind, tmp_path):
     config = CONFIGS[kind].get("text_config", CONFIGS[kind])
     names = {"model_type", *(REQUIRED[kind.removesuffix(" as published")])} & set(config)
+    if "text_config" in CONFIGS[kind]:
+        names.discard("model_type")  # The outer one tells it.
     names |= {"rope_theta"} & set(config)
     for field in names:
         config = without(CONFIGS[kind], field)
@@ -148,6 +154,39 @@ def test_every_fourth_layer_of_hy4_has_an_indexer_by_default():
     assert [x.indexer_type for x in nn.from_hf(CONFIGS["hy_v4"])] == types
 
 
+def test_layers_of_minimax():
+    """0 in `sparse_attention_freq` marks a dense layer. Without it, all layers are dense."""
+    config = CONFIGS["minimax_m3_vl as published"]
+    assert [x.config.indexer for x in nn.from_hf(config)] == [None, "max", "max", "max"]
+    sparse = config["text_config"]["sparse_attention_config"]
+    for change in ({"use_sparse_attention": False}, {"sparse_attention_freq": None}):
+        text = config["text_config"] | {"sparse_attention_config": sparse | change}
+        assert {x.config.indexer for x in nn.from_hf({**config, "text_config": text})} == {None}
+    forced = sparse | {"sparse_init_block": 1, "sparse_local_block": 0}
+    text = config["text_config"] | {"sparse_attention_config": forced}
+    layer = nn.from_hf({**config, "text_config": text})[1].config
+    assert (layer.sink_blocks, layer.local_blocks, layer.rope_dim) == (1, 0, 8)
+
+
+def test_layers_of_qwen():
+    """Its layers of linear attention have no configuration."""
+    config = CONFIGS["qwen4_exp"]
+    layers = nn.from_hf(config)
+    assert [x.config is None for x in layers] == [True, True, True, False]
+    assert (layers[3].config.top_k, layers[3].config.block_size, layers[3].config.gate) == (
+        8,
+        4,
+        True,
+    )
+    names = ["full_attention", "qwen_sparse_attention", "indexed_attention", "linear_attention"]
+    layers = nn.from_hf({**config, "layer_types": names})
+    assert [x.config for x in layers] == [layers[0].config] * 3 + [None]
+    dense = {name: x for name, x in config.items() if not name.startswith("indexer_")}
+    assert nn.from_hf(dense)[3].config.indexer is None
+    with pytest.raises(KeyError, match=r"lacks the fields \['indexer_budget'\] beside"):
+        nn.from_hf(without(config, "indexer_budget"))
+
+
 def test_every_fourth_layer_of_mistral_has_no_position_by_default():
     config = without(without(CONFIGS["mistral_large4"], "no_rope_layers"), "kv_source_layers")
     config["text_config"] |= {"num_hidden_layers": 8, "indexer_types": None}
@@ -232,6 +271,47 @@ def test_fields_of_glm5_next_with_a_wrong_value():
             {"compress_ratios": [0, 2, 1, 1]},
             r"compress_ratios\[1\] in .* is 2, expected one of \(0, 4, 128\)",
         ),
+        (
+            "minimax_m3_vl",
+            {"rotary_dim": 16},
+            "partial_rotary_factor for 8 of 32 .*rotary_dim = 16",
+        ),
+        (
+            "minimax_m3_vl",
+            {"layer_types": ["x"] * 4},
+            r"layer_types\[0\] in .* is 'x', expected one",
+        ),
+        (
+            "minimax_m3_vl",
+            {"sparse_attention_config": {"sparse_score_type": "lse"}},
+            "sparse_score_type in .* is 'lse', expected one of",
+        ),
+        ("qwen4_exp", {"indexer_kv_heads": 2}, "indexer_kv_heads in .* is 2, expected one of"),
+        (
+            "qwen4_exp",
+            {"indexer_budget": 30},
+            "'indexer_budget' in .* is 30, .* multiple of .* = 4",
+        ),
+        ("qwen4_exp", {"attn_output_gate": False}, "attn_output_gate in .* is False, expected one"),
+        (
+            "qwen4_exp",
+            {
+                "rope_parameters": CONFIGS["qwen4_exp"]["rope_parameters"]
+                | {"mrope_section": [3, 1]}
+            },
+            "'mrope_sections' is",
+        ),
+        (
+            "qwen4_exp",
+            {
+                "rope_parameters": {
+                    **ROPE,
+                    "partial_rotary_factor": 0.25,
+                    "mrope_interleaved": False,
+                }
+            },
+            "mrope_interleaved in .* is False, expected one of",
+        ),
     ],
 )
 def test_fields_with_a_wrong_value(kind, fields, message):
@@ -263,6 +343,7 @@ def test_sizes_are_called_as_in_the_file(kind, name, value, tmp_path):
     [
         ("glm_moe_dsa", {"index_head_dim": 2}, "AttentionConfig: index_rope_dim is 8, expected at"),
         ("deepseek_v4", {"o_groups": 3}, "CompressedConfig: num_heads is .*, expected a multiple"),
+        ("minimax_m3_vl", {"index_n_heads": 1}, "GroupedConfig: argument 'index_heads' is 1, want"),
     ],
 )
 def test_sizes_that_do_not_fit_name_the_file(kind, fields, message, tmp_path):

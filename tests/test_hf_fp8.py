@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 from flax import nnx
 from support.checkpoints import expanded, quantized, write_safetensors
-from support.published_layers import VARIANT
+from support.published_layers import GROUPED, VARIANT, kind_of
 
 from jax_dsa import nn
 from jax_dsa.nn.hf_names import hf_tensors
@@ -35,8 +35,7 @@ NAME = "q_a_proj.weight"  # 192 x 256
 
 def abstract(config=CONFIG):
     """Returns a layer whose parameters have no values yet."""
-    kind = nn.DSAttention if isinstance(config, nn.AttentionConfig) else nn.CompressedAttention
-    return nnx.eval_shape(lambda: kind(config, rngs=nnx.Rngs(0)))
+    return nnx.eval_shape(lambda: kind_of(config)(config, rngs=nnx.Rngs(0)))
 
 
 def random_weights(rng, config=CONFIG):
@@ -227,3 +226,34 @@ def test_every_quantised_weight_of_a_layer_as_published(rng):
         assert sum(name.endswith(suffix) for name in published) >= 5
         got = nn.save_hf(nn.load_hf(abstract(config), published, "layers.3.attn"))
         jax.tree.map(np.testing.assert_array_equal, got, want)
+
+
+@pytest.mark.parametrize("kind", ["MiniMax-M3", "Qwen3.8"])
+def test_weights_of_grouped_heads_as_published(rng, kind):
+    """Blocks of 1 x 32 whose scales are bytes, and blocks of 128 x 128 across fused projections."""
+    config = dataclasses.replace(GROUPED, model_dim=144)
+    block, suffix = (1, 32), "weight_scale_inv"
+    if kind == "Qwen3.8":
+        config = dataclasses.replace(config, head_dim=40, index_dim=72, indexer="mean", gate=True)
+        block = (128, 128)
+    want, published = random_weights(rng, config), {}
+    for name, x in want.items():
+        own = f"layers.3.self_attn.{name}"
+        if kind == "MiniMax-M3":
+            own = own.replace("indexer.", "index_")
+        if x.ndim == 1:
+            published[own] = x
+            continue
+        codes, scale, want[name] = quantized(rng, x, block)
+        if kind == "MiniMax-M3":
+            scale = scale.astype(ml_dtypes.float8_e8m0fnu).view(np.uint8)
+        published[own] = codes
+        published[own.replace("weight", suffix)] = scale
+    layer = nn.load_hf(abstract(config), published, "layers.3.self_attn", weight_block_size=block)
+    jax.tree.map(np.testing.assert_array_equal, nn.save_hf(layer), want)
+    rows = want["q_proj.weight"]
+    if kind == "Qwen3.8":  # Each head has its query's rows, then those of its gate.
+        rows = rows.reshape(4, 2, 40, 144)
+        np.testing.assert_array_equal(layer.wg.kernel[...].T, rows[:, 1].reshape(160, 144))
+        rows = rows[:, 0].reshape(160, 144)
+    np.testing.assert_array_equal(layer.wq.kernel[...].T, rows)

@@ -12,7 +12,7 @@ import pytest
 from flax import nnx
 from support.checkpoints import quantized, write_safetensors
 from support.published_configs import CONFIGS
-from support.published_layers import COMPRESSED, POOLED, VARIANT
+from support.published_layers import LAYERS, kind_of
 
 from jax_dsa import nn
 from jax_dsa.nn.hf_fp8 import SCALE_NAMES
@@ -64,13 +64,11 @@ def damaged(rng, arrays):
 
 
 @pytest.mark.parametrize("seed", range(24))
-@pytest.mark.parametrize(
-    "config", [VARIANT, POOLED, COMPRESSED], ids=["latent", "pooled", "compressed"]
-)
-def test_random_checkpoints(config, seed, tmp_path):
+@pytest.mark.parametrize("kind", ["latent", "pooled", "selected", "best key", "mean key"])
+def test_random_checkpoints(kind, seed, tmp_path):
+    config = LAYERS[kind]
     rng = np.random.default_rng(seed)
-    kind = nn.CompressedAttention if config is COMPRESSED else nn.DSAttention
-    module = nnx.eval_shape(lambda: kind(config, rngs=nnx.Rngs(0)))
+    module = nnx.eval_shape(lambda: kind_of(config)(config, rngs=nnx.Rngs(0)))
     tensors = list(hf_tensors(module))
     block = BLOCKS[rng.integers(len(BLOCKS))]
     arrays, want = random_checkpoint(rng, tensors, block)

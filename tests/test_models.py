@@ -34,10 +34,10 @@ from support.scripts import load_script
 from jax_dsa import nn
 from jax_dsa.nn import compressed
 
-# Layers that compress keys and select from them do what the other kinds do.
+# Layers that compress keys and select from them, and those with blocks, do what others do.
 ONE_KIND = pytest.mark.parametrize(
     "kind",
-    [kind if kind == "selected" else slow(kind) for kind in LAYERS],
+    [kind if kind in ("selected", "mean key") else slow(kind) for kind in LAYERS],
 )
 
 
@@ -106,7 +106,7 @@ def test_replaying_a_recorded_selection(rng, kind):
         assert np.abs(other[0] - want).max() > 1e-3
 
 
-@pytest.mark.parametrize("kind", ["latent", "selected"])
+@pytest.mark.parametrize("kind", ["latent", "selected", "best key", "mean key"])
 def test_the_indexer_loss_trains_only_the_indexer(rng, kind):
     graph, params = nnx.split(layer(rng, LAYERS[kind]))
     x = hidden(rng)

@@ -15,6 +15,7 @@ from jax.sharding import PartitionSpec
 from support.compare import assert_matches
 from support.decoders import CONFIG, DECODER, SHARING
 from support.meshes import MESHES, exchanged, mesh_of, on
+from support.published_layers import kind_of
 
 from jax_dsa import nn
 
@@ -25,6 +26,10 @@ COMPRESSED = nn.CompressedConfig(
     **{"index_heads": 2, "index_dim": 8},
 )
 POOLED = dataclasses.replace(CONFIG, rope_dim=0, index_rope_dim=0, top_k=6, index_pool=2)
+GROUPED = nn.GroupedConfig(
+    **{"model_dim": CONFIG.model_dim, "num_heads": 4, "kv_heads": 2, "head_dim": 8, "rope_dim": 4},
+    **{"indexer": "max", "block_size": 4, "top_k": 2, "index_heads": 2, "index_dim": 8},
+)
 LAYERS = {
     "attention": CONFIG,
     "pooled": POOLED,
@@ -35,6 +40,8 @@ LAYERS = {
     "gate": dataclasses.replace(CONFIG, gate=True, q_rank=None),
     "compressed": COMPRESSED,
     "compressed without indexer": dataclasses.replace(COMPRESSED, top_k=None),
+    "best key": GROUPED,
+    "mean key": dataclasses.replace(GROUPED, indexer="mean", gate=True),
 }
 SPECS = {
     "batch": PartitionSpec("data"),
@@ -44,14 +51,15 @@ SPECS = {
 
 
 def layer(config: Any) -> nnx.Module:
-    kind = nn.DSAttention if isinstance(config, nn.AttentionConfig) else nn.CompressedAttention
-    return kind(config, rngs=nnx.Rngs(0))
+    return kind_of(config)(config, rngs=nnx.Rngs(0))
 
 
 FAST = [
     ("chunks", "both", "explicit-of-types"),
     ("pooled", "both", "explicit-of-types"),
     ("compressed", "batch", "explicit-of-types"),
+    ("best key", "both", "explicit-of-types"),
+    ("mean key", "both", "explicit-of-types"),
 ]
 
 

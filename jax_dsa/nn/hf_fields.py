@@ -128,6 +128,8 @@ def read_fields(op: str, config: Any) -> Fields:
     fields = Fields(c, name)
     if fields.get("text_config") is None:
         return fields
-    shared = {n: fields[n] for n in ("model_type", "quantization_config") if n in fields}
+    shared = {n: fields[n] for n in ("quantization_config",) if n in fields}
+    if isinstance(kind := fields.get("model_type"), str):
+        shared["model_type"] = f"{kind}_text"  # if the text's configuration does not name its type
     text = fields.inner("text_config")
     return Fields({**shared, **text}, text.name)

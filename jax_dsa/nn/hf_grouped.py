@@ -28,12 +28,12 @@ def minimax_m3_configs(
     dense, count = "full_attention", c.integer("num_hidden_layers")
     if c.get("layer_types") is not None:
         kinds = c.per_layer("layer_types")
-    elif sparse.optional("use_sparse_attention", True) and "sparse_attention_freq" in sparse:
-        # 0 marks a dense layer.
-        flags = c.per_layer(f"{published}.sparse_attention_freq", sparse["sparse_attention_freq"])
-        kinds = ["minimax_m3_sparse" if flag else dense for flag in flags]
     else:
-        kinds = [dense] * count
+        # 0 marks a dense layer.
+        flags = sparse.get("sparse_attention_freq")
+        used = flags is not None and sparse.optional("use_sparse_attention", True)
+        flags = c.per_layer(f"{published}.sparse_attention_freq", flags if used else [0] * count)
+        kinds = ["minimax_m3_sparse" if flag else dense for flag in flags]
     for i, kind in enumerate(kinds):
         c.option(f"layer_types[{i}]", kind, (dense, "minimax_m3_sparse"))
     kind = sparse.optional("sparse_score_type", "max")
@@ -87,8 +87,8 @@ def qwen4_exp_configs(
     fields = _fields(c, alpha, dtype) | {"gate": True, "bias": c.optional("attention_bias", False)}
     rope = rope_parameters(c)
     rope.option("mrope_interleaved", rope.optional("mrope_interleaved", True), (True,))
-    if rope.get("mrope_section") is not None:
-        fields["mrope_sections"] = tuple(rope["mrope_section"])
+    sections = rope.get("mrope_section")
+    fields["mrope_sections"] = tuple(sections) if isinstance(sections, list) else sections
     given = [name for name in _QSA if c.get(name) is not None]
     if given and len(given) < len(_QSA):
         missing = [name for name in _QSA if name not in given]

@@ -41,6 +41,13 @@ COMPRESSED = {
     "index_topk": 8,
     "rms_norm_eps": 1e-6,
 }
+GROUPED = {
+    "num_hidden_layers": 4,
+    "hidden_size": 64,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "rms_norm_eps": 1e-6,
+}
 # Every model type, in the form of `transformers` and, where it differs, as published.
 CONFIGS = {
     "deepseek_v32": {
@@ -121,5 +128,72 @@ CONFIGS = {
         "rope_theta": 10000,
         "compress_rope_theta": 160000,
         "rope_scaling": {"type": "yarn", "factor": 16, "original_max_position_embeddings": 65536},
+    },
+    "minimax_m3_vl": {
+        **GROUPED,
+        "model_type": "minimax_m3_vl_text",
+        "head_dim": 32,
+        "layer_types": ["full_attention", *["minimax_m3_sparse"] * 3],
+        "index_n_heads": 2,
+        "index_head_dim": 16,
+        "index_block_size": 16,
+        "index_topk_blocks": 4,
+        "index_local_blocks": 1,
+        "rope_parameters": {**ROPE, "partial_rotary_factor": 0.25},
+    },
+    "minimax_m3_vl as published": {
+        "model_type": "minimax_m3_vl",
+        "quantization_config": {"quant_method": "mxfp8", "weight_block_size": [1, 32]},
+        "text_config": {
+            **GROUPED,
+            "head_dim": 32,
+            "rope_theta": 8e6,
+            "rotary_dim": 8,
+            "sparse_attention_config": {
+                "use_sparse_attention": True,
+                "sparse_num_index_heads": 2,
+                "sparse_index_dim": 16,
+                "sparse_block_size": 16,
+                "sparse_topk_blocks": 4,
+                "sparse_init_block": 0,
+                "sparse_local_block": 1,
+                "sparse_score_type": "max",
+                "sparse_attention_freq": [0, 1, 1, 1],
+            },
+        },
+    },
+    "qwen4_exp": {
+        **GROUPED,
+        "model_type": "qwen4_exp_text",
+        "head_dim": 32,
+        "layer_types": [*["linear_attention"] * 3, "indexed_attention"],
+        "attention_bias": False,
+        "indexer_n_heads": 3,
+        "indexer_kv_heads": 1,
+        "indexer_head_dim": 16,
+        "indexer_budget": 32,
+        "indexer_compress_ratio": 4,
+        "rope_parameters": {
+            **ROPE,
+            "partial_rotary_factor": 0.25,
+            "mrope_section": [2, 1, 1],
+            "mrope_interleaved": True,
+        },
+    },
+    "qwen4_exp as published": {
+        "model_type": "qwen4_exp",
+        "text_config": {
+            **GROUPED,
+            "head_dim": 32,
+            "full_attention_interval": 4,
+            "indexer_n_heads": 3,
+            "indexer_kv_heads": 1,
+            "indexer_head_dim": 16,
+            "indexer_budget": 32,
+            "indexer_compress_ratio": 4,
+            "partial_rotary_factor": 0.25,
+            "rope_theta": 8e6,
+            "rope_scaling": {"type": "default", "mrope_section": [2, 1, 1]},
+        },
     },
 }

@@ -64,12 +64,28 @@ COMPRESSED = nn.CompressedConfig(
     index_heads=3,
     index_dim=8,
 )
+# Blocks of 4 keys, of which each KV head selects 3 by their best key.
+GROUPED = nn.GroupedConfig(
+    model_dim=M,
+    num_heads=4,
+    kv_heads=2,
+    head_dim=8,
+    rope_dim=4,
+    indexer="max",
+    block_size=4,
+    top_k=3,
+    index_heads=2,
+    index_dim=6,
+)
 LAYERS = {
     "latent": VARIANT,
     "pooled": POOLED,
     "selected": COMPRESSED,
     "all": dataclasses.replace(COMPRESSED, ratio=3, overlap=False, top_k=None),
     "window": dataclasses.replace(COMPRESSED, ratio=None, overlap=False, top_k=None),
+    "best key": GROUPED,
+    "mean key": dataclasses.replace(GROUPED, indexer="mean", index_heads=3, gate=True, bias=True),
+    "grouped": dataclasses.replace(GROUPED, indexer=None),
 }
 # Documents of two sequences as (segment id, length). They are shorter than a block, whole blocks,
 # or blocks with a remainder. Two documents that are not adjacent have the same id.
@@ -81,10 +97,19 @@ def hidden(rng, *shape):
     return jnp.asarray(rng.normal(size=shape or (B, T, M)), jnp.float32)
 
 
+def kind_of(config):
+    """Returns the class of the layers of a configuration."""
+    kinds = {
+        nn.AttentionConfig: nn.DSAttention,
+        nn.CompressedConfig: nn.CompressedAttention,
+        nn.GroupedConfig: nn.GroupedAttention,
+    }
+    return kinds[type(config)]
+
+
 def layer(rng, config):
     """Returns a layer with random parameters, unlike those of an initialiser."""
-    kind = nn.CompressedAttention if isinstance(config, nn.CompressedConfig) else nn.DSAttention
-    module = kind(config, rngs=nnx.Rngs(0))
+    module = kind_of(config)(config, rngs=nnx.Rngs(0))
     params = nnx.to_pure_dict(nnx.state(module, nnx.Param))
     nnx.update(
         module,
