@@ -264,6 +264,10 @@ class DecoderConfig:
         norm_eps: Epsilon of the residual stream's norms, which are those before attention, before
             SwiGLU and before the vocabulary projection; `rms_norm_eps` in a `config.json`. None
             means `attention.norm_eps`. Default: None.
+        shared_teacher: Whether an indexer learns the mean attention of all layers that attend to
+            its selection, in sparse attention. Each of them adds its own while it runs, and the
+            "full" layer's `aux.kl` is the loss. Otherwise, and in dense attention, an indexer
+            learns the attention of its own layer. Default: False.
 
     Raises:
         TypeError: If a field has the wrong type.
@@ -277,6 +281,7 @@ class DecoderConfig:
     mlp_dim: int
     indexer_types: tuple[IndexerType, ...] = ("full",)
     norm_eps: float | None = None
+    shared_teacher: bool = False
 
     def __post_init__(self) -> None:
         """Rejects wrong sizes, and a pattern that leaves a layer without a selection."""
@@ -285,6 +290,9 @@ class DecoderConfig:
             args.integer(name, getattr(self, name), 1)
         if (eps := self.norm_eps) is not None:
             args.option("norm_eps", eps, args.real("norm_eps", eps) >= 0, ">= 0")
+        fits = isinstance(self.attention, AttentionConfig) or not self.shared_teacher
+        shared = args.flag("shared_teacher", self.shared_teacher)
+        args.option("shared_teacher", shared, fits, "False with grouped heads")
         types = self.indexer_types
         known = isinstance(types, tuple) and set(types) <= {"full", "shared"}
         if not known or types[:1] != ("full",):

@@ -19,11 +19,13 @@ from jax_dsa.nn.arguments import (
     token_counts,
     token_numbers,
 )
+from jax_dsa.nn.attention import DSAttention
 from jax_dsa.nn.cache import DecoderCache, check_layer_cache, empty_decoder
 from jax_dsa.nn.config import DecoderConfig
 from jax_dsa.nn.layers import attention_layer
 from jax_dsa.nn.linear import projection
 from jax_dsa.nn.scopes import Embed, Linear, Module, RMSNorm, scoped
+from jax_dsa.ops.losses import indexer_kl_loss
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -91,6 +93,7 @@ class Block(Module):
         segment_ids: Int[Array, "B T"] | None = None,
         stripes: int = 1,
         sparse: bool = True,
+        return_teacher: bool = False,
     ) -> tuple[Float[Array, "B T M"], Aux]:
         """Returns hidden states, and the attention's other results.
 
@@ -98,6 +101,11 @@ class Block(Module):
         have the wider of the dtypes of `x` and of the configuration, because the block adds to `x`.
         """
         args, x = hidden_states("Block", self, x, self.attention.config.model_dim)
+        latent_only = (
+            {"return_teacher": True} if args.flag("return_teacher", return_teacher) else {}
+        )
+        is_latent = isinstance(self.attention, DSAttention)
+        args.option("return_teacher", return_teacher, is_latent or not latent_only, "False")
         y, aux = self.attention(
             self.attention_norm(x),
             indices=indices,
@@ -105,6 +113,7 @@ class Block(Module):
             segment_ids=segment_ids,
             stripes=stripes,
             sparse=args.flag("sparse", sparse),
+            **latent_only,
         )
         x = x + y
         return x + self.mlp(self.mlp_norm(x)), aux
@@ -131,6 +140,24 @@ class Block(Module):
         )
         x = x + y
         return x + self.mlp(self.mlp_norm(x)), cache, indices
+
+
+def _with_teacher_of(aux: Any, selecting: Any) -> AttentionAux:
+    """Returns the results of the layer that selected, with the teacher of `aux` added to its own.
+
+    A replayed selection of `aux` may have other keys. They do not count.
+    """
+    assert aux.indices is not None and aux.teacher is not None and selecting.teacher is not None
+    same_key = aux.indices == selecting.indices
+    teacher = selecting.teacher + jnp.where(same_key, aux.teacher, 0)
+    return selecting._replace(teacher=teacher)
+
+
+def _common_loss(selecting: Any) -> Float[Array, ""]:
+    """Returns the loss of an indexer whose layer has the sum of several layers' teachers."""
+    assert selecting.logits is not None and selecting.teacher is not None
+    assert selecting.indices is not None
+    return indexer_kl_loss(selecting.logits, selecting.teacher, selecting.indices >= 0)
 
 
 class DecoderLM(Module):
@@ -193,7 +220,9 @@ class DecoderLM(Module):
                 mesh with Auto axes. Without it the compiler may shard them like the parameters.
 
         Returns:
-            The logits, float32, and each layer's attention results.
+            The logits, float32, and each layer's attention results. With `config.shared_teacher`
+            and `sparse`, `aux.kl` and `aux.teacher` of a layer that selects are the loss and the
+            sum of the teachers of all layers that attend to its selection.
 
         Raises:
             TypeError, ValueError: If an argument has the wrong type or shape.
@@ -214,8 +243,10 @@ class DecoderLM(Module):
         selections = [None] * len(self.blocks) if indices is None else indices
         last = None
         layers: list[Aux] = []
+        kinds, selecting = self.config.layers, 0
+        return_teacher = self.config.shared_teacher and sparse
         blocks = [nnx.split(block) for block in self.blocks]
-        for i, (kind, replayed) in enumerate(zip(self.config.layers, selections, strict=True)):
+        for i, (kind, replayed) in enumerate(zip(kinds, selections, strict=True)):
             if replayed is None and kind == "shared":
                 replayed = last
             graph, params = blocks[i]
@@ -233,7 +264,9 @@ class DecoderLM(Module):
                 params: Any, x: jax.Array, arrays: dict[str, Any], i: int = i, graph: Any = graph
             ) -> tuple[jax.Array, Aux]:
                 with jax.named_scope(f"blocks/{i}"):
-                    return nnx.merge(graph, params)(x, **arrays, stripes=stripes, sparse=sparse)
+                    block = nnx.merge(graph, params)
+                    flags = {"sparse": sparse, "return_teacher": return_teacher}
+                    return block(x, **arrays, stripes=stripes, **flags)
 
             # With nothing to recompute, `jax.checkpoint` would only add barriers.
             if remat_policy not in (None, jax.checkpoint_policies.everything_saveable):
@@ -241,6 +274,18 @@ class DecoderLM(Module):
             x, aux = run(params, x, {"indices": replayed, **token_arrays})
             x, last = sharded(x), aux.indices
             layers.append(aux)
+            if not return_teacher:
+                continue
+            if kind == "full":
+                selecting = i
+            else:
+                layers[selecting] = _with_teacher_of(aux, layers[selecting])
+            if kinds[i + 1 : i + 2] != ("shared",):
+                with jax.named_scope(f"blocks/{selecting}/attention/indexer"):
+                    kl = _common_loss(layers[selecting])
+                # The barrier keeps XLA from postponing the losses, as in `dsa_attention`.
+                x, kl = jax.lax.optimization_barrier((x, kl))
+                layers[selecting] = layers[selecting]._replace(kl=kl)
         return self._logits(x), layers
 
     def init_cache(
