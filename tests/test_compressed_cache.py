@@ -1,4 +1,4 @@
-"""Caches of layers other than `DSAttention`: decode steps, padded prompts, rollback, new requests."""
+"""Caches of other layers than `DSAttention`: steps, padded prompts, rollback, new requests."""
 
 from __future__ import annotations
 
