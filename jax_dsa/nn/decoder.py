@@ -101,11 +101,10 @@ class Block(Module):
         have the wider of the dtypes of `x` and of the configuration, because the block adds to `x`.
         """
         args, x = hidden_states("Block", self, x, self.attention.config.model_dim)
-        latent_only = (
-            {"return_teacher": True} if args.flag("return_teacher", return_teacher) else {}
-        )
+        return_teacher = args.flag("return_teacher", return_teacher)
         is_latent = isinstance(self.attention, DSAttention)
-        args.option("return_teacher", return_teacher, is_latent or not latent_only, "False")
+        args.option("return_teacher", return_teacher, is_latent or not return_teacher, "False")
+        latent_only: dict[str, Any] = {"return_teacher": return_teacher} if is_latent else {}
         y, aux = self.attention(
             self.attention_norm(x),
             indices=indices,

@@ -45,9 +45,9 @@ def flops_per_token(config: TrainConfig) -> dict[Stage, float]:
     seen, scored = float(ends.mean()), float(in_pools.mean())
     selected = float(np.minimum(in_pools, keys).mean())
     attended = selected + (seen - scored if c.attended > keys else 0)
-    dense, sparse, teacher = (2 * c.num_heads * width for width in widths)  # per key
-    dense, sparse = layers * dense * seen, layers * sparse * attended
-    teacher *= indexers
+    per_key = [2 * c.num_heads * width for width in widths]
+    dense, sparse = layers * per_key[0] * seen, layers * per_key[1] * attended
+    teacher = indexers * per_key[2]  # per key
     scores = indexers * 2 * c.index_heads * c.index_dim / size  # per key in a pool
     # The forward pass and the weights' gradients. The indexer's input gets no gradient.
     learn = 2 * index_matrices
