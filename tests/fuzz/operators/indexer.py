@@ -243,12 +243,17 @@ def block_numbers(x: dict[str, Any]) -> dict[str, int]:
     return {"k": int(x["top_k"]), **{n: int(x[n]) for n in names}}
 
 
+def _even(size: int) -> int:
+    """Returns the largest even number up to `size`, and 1 for 1."""
+    return size if size == 1 else size & ~1
+
+
 def draw_indexer_block_topk(c: Draw, r: Draw) -> Call:
     B, T, S, J, C = c.dims(B=3, T=4, S=12, J=3, C=5)
     mean = c.chance(0.3)
     S = T if c.chance(0.3) and not mean else S  # as `segment_ids` need it
-    # The means of two and four odd numbers are exact.
-    S, sizes = (S & ~1, (1, 2, 4)) if mean else (S, (1, 2, 3, 8))
+    # The means of one, two and four odd numbers are exact.
+    S, sizes = (_even(S), (1, 2, 4)) if mean else (S, (1, 2, 3, 8))
     kwargs: dict[str, Any] = {
         **draw_inputs(c, r, B, T, S, J, C),
         **draw_ranges(c, r, B, T, S),
@@ -269,8 +274,8 @@ def draw_indexer_block_topk(c: Draw, r: Draw) -> Call:
     kwargs = draw_keys(c, r, kwargs, flat=mean)
     if mean and isinstance(kwargs["index_k"], FlatCache):
         cache = kwargs["index_k"]
-        even = cache.data[:, : cache.data.shape[1] & ~1]
-        kwargs["index_k"] = FlatCache(even, cache.lengths)
+        even = _even(cache.data.shape[1])
+        kwargs["index_k"] = FlatCache(cache.data[:, :even], cache.lengths)
 
     def groups(x: dict[str, Any]) -> list[dict[str, Any]]:
         """Returns the arguments of each group of heads that select together."""
