@@ -60,7 +60,8 @@ def indexer_loss(layers: Sequence[AttentionAux | CompressedAux | GroupedAux]) ->
     """Returns the sum of the indexers' KL losses, which trains the indexers.
 
     The gradient with respect to the backbone's parameters is exactly zero. The losses are added up
-    because each indexer is trained independently, on the attention of its own layer.
+    because each indexer is trained independently, on the attention of its own layer, or of all
+    layers that attend to its selection if the decoder has a shared teacher.
 
     Args:
         layers: The second result of each layer, `aux` of `y, aux = layer(x)`. Layers without an
