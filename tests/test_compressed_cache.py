@@ -1,4 +1,4 @@
-"""Caches of other layers than `DSAttention`: steps, padded prompts, rollback, new requests."""
+"""Caches of layers other than `DSAttention`: decode steps, padding, rollback, new requests."""
 
 from __future__ import annotations
 
@@ -12,7 +12,9 @@ from support.compare import assert_matches
 from support.marks import slow
 from support.published_layers import COMPRESSED, LAYERS, B, M, hidden, layer
 
-KINDS = {kind: config for kind, config in LAYERS.items() if kind not in ("latent", "pooled")}
+from jax_dsa import nn
+
+KINDS = {x: c for x, c in LAYERS.items() if not isinstance(c, nn.AttentionConfig)}
 ONE_KIND = pytest.mark.parametrize(
     "kind", [kind if kind in ("selected", "mean key") else slow(kind) for kind in KINDS]
 )

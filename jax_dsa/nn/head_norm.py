@@ -35,6 +35,19 @@ class RotaryHeadNorm(Module):
         self, x: Float[Array, "B T *H D"], positions: Int[Array, "B T"] | Int[Array, "3 B T"]
     ) -> Float[Array, "B T *H D"]:
         """Returns the normalised and rotated heads, in `config.dtype`."""
+        return self._run(x, self.scale[...], positions)
+
+    @scoped
+    def of_pools(
+        self, x: Float[Array, "B W D"], positions: Int[Array, "B W"] | Int[Array, "3 B W"]
+    ) -> Float[Array, "B W D"]:
+        """Returns the result of `__call__` for pooled keys, whose elements may be sharded.
+
+        The norm reduces over the elements, so the compiler chooses their sharding.
+        """
+        return compat.left_to_compiler(self._run, x)(x, self.scale[...], positions)
+
+    def _run(self, x: Array, scale: Array, positions: Array) -> Array:
         c = self.config
 
         # The backward pass computes the norm again. It would otherwise save float32 arrays.
@@ -45,13 +58,4 @@ class RotaryHeadNorm(Module):
             normed = exact * jax.lax.rsqrt(squares + c.norm_eps) * (1 + scale)
             return c.rotate(normed, positions).astype(c.dtype)
 
-        return run(x, self.scale[...], positions)
-
-    def of_pools(
-        self, x: Float[Array, "B W D"], positions: Int[Array, "B W"] | Int[Array, "3 B W"]
-    ) -> Float[Array, "B W D"]:
-        """Returns the result of `__call__` for pooled keys, whose elements may be sharded.
-
-        The norm reduces over the elements, so the compiler chooses their sharding.
-        """
-        return compat.left_to_compiler(self.__call__, x)(x, positions)
+        return run(x, scale, positions)

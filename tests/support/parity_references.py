@@ -13,6 +13,8 @@ from typing import Any
 
 import numpy as np
 
+from support.hf_layers import OFFSET_NORMS
+
 FOLDER = pathlib.Path(__file__).parent.parent / "references"
 LENGTH = 33
 """Tokens. Layers select fewer keys than that."""
@@ -30,12 +32,13 @@ def numbers(name: str, *shape: int) -> np.ndarray:
     return random.standard_normal(shape).astype(np.float32)
 
 
-def weight(layer: int, name: str, shape: tuple[int, ...]) -> np.ndarray:
-    """Returns a layer's weight, given its name in `transformers`."""
+def weight(kind: str, layer: int, name: str, shape: tuple[int, ...]) -> np.ndarray:
+    """Returns a weight of a model's layer, given its name in `transformers`."""
     x = numbers(f"{layer} {name}", *shape)
     if len(shape) > 1:
         return np.float32(1.5 * shape[-1] ** -0.5) * x
     is_factor = name.endswith("norm.weight") or name.endswith("softmax_scaling.bias")
+    is_factor = is_factor and kind not in OFFSET_NORMS
     return np.float32(0.3) * x + np.float32(is_factor)
 
 

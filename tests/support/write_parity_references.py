@@ -30,7 +30,7 @@ def results(kind: str) -> dict[str, Any]:
     config, rotary, layers, _ = stack(kind)
     for i, layer in enumerate(layers):
         for name, p in layer.named_parameters():
-            p.data = torch.from_numpy(weight(i, name, tuple(p.shape)))
+            p.data = torch.from_numpy(weight(kind, i, name, tuple(p.shape)))
     x, cotangents = inputs(len(layers), BATCH, SIZES["hidden_size"])
     leaf = torch.tensor(x, requires_grad=True)
     outs, selections = run_hf(kind, list(leaf))
