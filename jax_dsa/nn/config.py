@@ -9,6 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jax_dsa.core.checks import FLOATS, Args
+from jax_dsa.nn.arguments import check_flags
 from jax_dsa.nn.fp4 import BLOCK as FP4_BLOCK
 from jax_dsa.nn.rotary import ROPE_LAYOUTS, RopeLayout
 
@@ -218,13 +219,6 @@ class AttentionConfig:
             "frequencies": self.rope_frequencies,
             "factor": self.rope_factor,
         }
-
-
-def check_flags(args: Args, config: Any) -> None:
-    """Raises TypeError for a field that has a bool as its default, but not as its value."""
-    for field in dataclasses.fields(config):
-        if isinstance(field.default, bool):
-            args.flag(field.name, getattr(config, field.name))
 
 
 def check_index_dim(name: str, config: Any) -> None:

@@ -10,7 +10,7 @@ import numpy as np
 
 from jax_dsa.core.checks import FLOATS, Args
 from jax_dsa.core.typing import Array, Float, Int
-from jax_dsa.nn.config import check_flags
+from jax_dsa.nn.arguments import check_flags
 from jax_dsa.nn.rotary import are_sections, rope
 from jax_dsa.ops.sparse_attention.spec import BLOCK_SIZES
 
