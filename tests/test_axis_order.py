@@ -38,6 +38,7 @@ CALLS: dict[str, tuple[Callable, dict[str, Any], dict[str, Any]]] = {
     "dsa_attention": (jax_dsa.dsa_attention, {"q": Q, "kv": LATENT, **INDEX}, {"top_k": 2}),
     "dense": (jax_dsa.dense_indexer_kl_loss, {**INDEX, "q": Q, "kv": LATENT}, {}),
     "indexer_topk": (jax_dsa.indexer_topk, INDEX, {"top_k": 2}),
+    "indexer_block_topk": (jax_dsa.indexer_block_topk, INDEX, {"top_k": 2, "block_size": 2}),
     "sparse_mla": (jax_dsa.sparse_mla, {"q": Q, "kv": KV, "indices": i(B, T, G, K)}, {}),
     "sparse_attention": (
         jax_dsa.sparse_attention,
@@ -124,6 +125,7 @@ WRONG = [
     ("dense", "kv", "kv"),
     ("dense", "index_q", "index_q"),
     ("indexer_topk", "index_q", "index_q"),
+    ("indexer_block_topk", "index_q", "index_q"),
     ("sparse_mla", "q", "q"),
     ("sparse_mla", "kv", "kv"),
     ("sparse_mla", "q kv", "q"),

@@ -150,6 +150,14 @@ TOO_LARGE = 2**31
 INTEGERS: dict[str, Callable[[Any], Any]] = {
     "topk 'top_k'": lambda n: jax_dsa.topk(Q, n),
     "indexer_topk 'top_k'": lambda n: jax_dsa.indexer_topk(*INDEX, n),
+    "indexer_topk 'key_stride'": lambda n: jax_dsa.indexer_topk(*INDEX, 1, key_stride=n),
+    "indexer_block_topk 'top_k'": lambda n: jax_dsa.indexer_block_topk(*INDEX, n, block_size=2),
+    "indexer_block_topk 'block_size'": lambda n: jax_dsa.indexer_block_topk(
+        *INDEX, 1, block_size=n
+    ),
+    "block_topk 'local_blocks'": lambda n: jax_dsa.block_topk(
+        INDEX[2], 1, block_size=2, local_blocks=n
+    ),
     "dsa_attention 'top_k'": lambda n: jax_dsa.dsa_attention(Q, KV, *INDEX, top_k=n),
     "topk_mask 'top_k'": lambda n: jax_dsa.topk_mask(Q, n),
     "htree_build 'top_k'": lambda n: jax_dsa.htree_build(KV, KV, top_k=n),

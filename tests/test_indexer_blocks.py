@@ -21,6 +21,7 @@ from jax_dsa import (
     indexer_topk,
 )
 from jax_dsa.core import streaming
+from jax_dsa.ops.indexer import indexer_selected_logits
 
 BLOCKS = [
     {},
@@ -253,8 +254,11 @@ def test_empty_axes(empty, pooling, rng):
 def test_weights_of_one(rng):
     """None has the effect of ones."""
     q, k, weights = inputs(rng)
-    ones = np.ones_like(weights)
+    ones, slots = np.ones_like(weights), np.zeros((2, 5, 1), np.int32)
+    attention = np.ones((2, 5, 2, 8), np.float32), np.ones((2, 9, 1, 8), np.float32)
     for call in (
+        lambda w: indexer_selected_logits(q, k, w, slots),
+        lambda w: jax_dsa.dense_indexer_kl_loss(q, k, w, *attention),
         lambda w: indexer_logits(q, k, w),
         lambda w: indexer_topk(q, k, w, 3),
         lambda w: indexer_block_topk(q, k, w, 2, block_size=3),

@@ -136,7 +136,11 @@ def test_decoding(name: str, kind: str, rng: np.random.Generator, cpus: list[jax
 @pytest.mark.parametrize("sparse", [True, False], ids=["sparse", "dense"])
 @pytest.mark.parametrize("spec", SPECS)
 @pytest.mark.parametrize("kind", MESHES)
-@pytest.mark.parametrize("config", [DECODER, SHARING], ids=["full", "shared"])
+@pytest.mark.parametrize(
+    "config",
+    [DECODER, SHARING, dataclasses.replace(SHARING, shared_teacher=True)],
+    ids=["full", "shared", "shared-teacher"],
+)
 def test_decoder(
     config: Any,
     kind: str,

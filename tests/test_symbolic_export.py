@@ -61,6 +61,22 @@ CASES: dict[str, tuple[Callable, list]] = {
     "attn_dist": (jax_dsa.attn_dist, [*ATTENTION, SLOTS, ("b, t, 4", f32)]),
     "indexer_logits": (lambda *x: jax_dsa.indexer_logits(*x, is_causal=True), INDEX),
     "indexer_topk": (lambda *x: jax_dsa.indexer_topk(*x, 3, is_causal=True), INDEX),
+    "indexer_topk-candidates": (
+        lambda blocks, *x: jax_dsa.indexer_topk(*x, 3, candidates=blocks, candidate_block_size=2),
+        [("b, t, 2", i32), *INDEX],
+    ),
+    "indexer_block_topk": (
+        lambda starts, *x: jax_dsa.indexer_block_topk(*x, 3, block_size=2, starts=starts),
+        [("b, t", i32), *INDEX],
+    ),
+    "indexer_block_topk-mean": (
+        lambda *x: jax_dsa.indexer_block_topk(*x, 3, block_size=2, pooling="mean", local_blocks=0),
+        INDEX,
+    ),
+    "block_topk": (
+        lambda x, ends: jax_dsa.block_topk(x, 3, block_size=2, ends=ends),
+        [("b, t, s", f32), ("b, t", i32)],
+    ),
     "dsa_attention": (lambda *x: jax_dsa.dsa_attention(*x, top_k=3), [*ATTENTION, *INDEX]),
     "dsa_attention-documents": (
         lambda ids, *x: jax_dsa.dsa_attention(*x, top_k=3, is_causal=False, segment_ids=ids),

@@ -22,6 +22,7 @@ with needs_extra("flax", __name__):
     from jax_dsa.nn.hf_config import HFLayer, from_hf
     from jax_dsa.nn.hf_dense import sparse_from_hf, sparse_hf_config
     from jax_dsa.nn.indexer import IndexerInputs, LightningIndexer
+    from jax_dsa.nn.layers import attention_layer
     from jax_dsa.nn.linear import Fp8Linear
     from jax_dsa.nn.linen import linen_dsattention
     from jax_dsa.nn.mla import MLA, MLAProjections
@@ -57,6 +58,7 @@ __all__ = [
     "RopeLayout",
     "SafeTensors",
     "SwiGLU",
+    "attention_layer",
     "fake_quantize_fp4",
     "from_hf",
     "hadamard",

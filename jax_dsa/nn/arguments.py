@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from typing import Any
 
 import jax.numpy as jnp
@@ -101,3 +102,10 @@ def check_presence(args: Args, name: str, value: object, want: bool) -> None:
     """Raises ValueError unless the part `name` of a cache is there, or None, as the layer needs."""
     got, expected = (("None", "given")[has] for has in (value is not None, want))
     args.option(name, got, got == expected, f"{expected} in this layer")
+
+
+def check_flags(args: Args, config: Any) -> None:
+    """Raises TypeError for a field that has a bool as its default, but not as its value."""
+    for field in dataclasses.fields(config):
+        if isinstance(field.default, bool):
+            args.flag(field.name, getattr(config, field.name))

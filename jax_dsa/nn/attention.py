@@ -44,7 +44,8 @@ class AttentionAux(NamedTuple):
 
     Attributes:
         kl: The indexer's loss, in nats, the mean over queries. In sparse attention it compares the
-            selected keys, in dense attention all visible keys. None without an indexer.
+            selected keys, in dense attention all visible keys. None without an indexer, and with
+            `return_teacher`.
         lse: Log of the sum of exponentials of each head's scores, float32.
         indices: The keys, or with `index_pool` the pools, that each query selected, int32, -1 in
             empty slots; None in dense attention. Pool i of a document that begins at token s has
@@ -53,6 +54,10 @@ class AttentionAux(NamedTuple):
         kv: The latent keys, in the order in which the sequence is stored.
         indexer: The indexer's queries, keys and weights; None without an indexer. The keys of pools
             are in the order of their numbers.
+        logits: With `return_teacher`, the indexer's logits of what each query selected, -inf in
+            empty slots. None without an indexer. Default: None.
+        teacher: With `return_teacher`, the attention's probabilities of the same, summed over
+            heads, in float32. Default: None.
     """
 
     kl: Float[Array, ""] | None
@@ -61,6 +66,8 @@ class AttentionAux(NamedTuple):
     q: Float[Array, "B T N D"]
     kv: Float[Array, "B T 1 D"]
     indexer: IndexerInputs | None
+    logits: Float[Array, "B T K"] | None = None
+    teacher: Float[Array, "B T K"] | None = None
 
 
 class DSAttention(Module):
@@ -118,6 +125,7 @@ class DSAttention(Module):
         segment_ids: Int[Array, "B T"] | None = None,
         stripes: int = 1,
         sparse: bool = True,
+        return_teacher: bool = False,
     ) -> tuple[Float[Array, "B T M"], AttentionAux]:
         """Computes causal attention among the tokens of `x`.
 
@@ -137,6 +145,9 @@ class DSAttention(Module):
                 `jax_dsa.nn.stripes`. Selected keys are numbered in the sequence's own order.
             sparse: True attends to the selected keys. False attends to all keys, and `aux.kl` is
                 then the indexer's warm-up loss over all of them.
+            return_teacher: Whether to return `aux.logits` and `aux.teacher` instead of `aux.kl`,
+                for a loss that several layers with one selection have in common; see
+                `jax_dsa.dsa_attention`. It needs `sparse`.
 
         Returns:
             The hidden states, in `config.dtype` whatever the dtype of `x`, and what else the layer
@@ -150,6 +161,9 @@ class DSAttention(Module):
         c = self.config
         args, x = hidden_states("DSAttention", self, x, c.model_dim)
         sparse = args.flag("sparse", sparse)
+        return_teacher = args.flag("return_teacher", return_teacher)
+        expected = "False with sparse=False, because it belongs to selected keys"
+        args.option("return_teacher", return_teacher, sparse or not return_teacher, expected)
         self._check_selection(indices, sparse)
         self._check_keys(kv)
         indices = selected_keys(args, indices)
@@ -184,6 +198,7 @@ class DSAttention(Module):
                     "value_dim": c.kv_rank,
                     "scale": c.scale,
                     "sinks": self.mla.sink_logits,
+                    "return_teacher": return_teacher,
                 }
                 if c.index_pool is None:
                     out, dsa = dsa_attention(q, kv, is_causal=some.ends is None, **arguments)
@@ -192,14 +207,15 @@ class DSAttention(Module):
                     out, dsa = pooled_attention(q, kv, **pools, **arguments)
                 # With pools, the first queries of a document select nothing and do not count.
                 rows = jnp.sum(jnp.any(dsa.indices >= 0, axis=-1), dtype=jnp.float32)
-                loss = None if index is None else (dsa.kl, rows)
-                return loss, self.mla.output(out, some.projections), dsa.lse, dsa.indices, q
+                loss = None if index is None or return_teacher else (dsa.kl, rows)
+                y = self.mla.output(out, some.projections)
+                return loss, y, dsa.lse, dsa.indices, q, dsa.logits, dsa.teacher
 
             queries = QueryInputs(p._replace(kv=None), scoring, starts, ends, indices)
-            kl, y, lse, selected, q = map_query_chunks(
+            kl, y, lse, selected, q, *taught = map_query_chunks(
                 attend, queries, x.shape, c.query_chunk, stripes
             )
-            return y, AttentionAux(kl, lse, selected, q, stored, index)
+            return y, AttentionAux(kl, lse, selected, q, stored, index, *taught)
         visible: dict[str, Any] = {"starts": starts, "ends": ends, "is_causal": ends is None}
         q = self.mla.absorbed_queries(p)
         in_order = jax.tree.map(lambda a: unstriped(a, stripes), (p._replace(kv=stored), starts))

@@ -26,6 +26,21 @@ Blocks = Int[Array, "B T G K"] | Int[Array, "B T K"]
 """The blocks of each query: a list for each KV head with "max", one list with "mean"."""
 
 
+def block_count(
+    c: GroupedConfig, starts: Int[Array, "B T"], ends: Int[Array, "B T"]
+) -> Int[Array, "B T"]:
+    """Returns the number of blocks that each query may select from.
+
+    Args:
+        c: Configuration of the layer.
+        starts: First token of each query's document, int32.
+        ends: One past each query's own token, int32.
+    """
+    # A block that is not complete can only be selected by its best key.
+    missing = 0 if c.indexer == "mean" else c.block_size - 1
+    return (ends - starts + missing) // c.block_size
+
+
 def selectable(
     c: GroupedConfig, blocks: Blocks, starts: Int[Array, "B T"], ends: Int[Array, "B T"]
 ) -> Blocks:
@@ -34,12 +49,10 @@ def selectable(
     Args:
         c: Configuration of the layer.
         blocks: Numbers of the selected blocks, int32.
-        starts: First token of each query's document, int32.
-        ends: One past each query's own token, int32.
+        starts: As in `block_count`.
+        ends: As in `block_count`.
     """
-    length = (ends - starts).reshape(*ends.shape, *(1,) * (blocks.ndim - 2))
-    # A block that is not complete can only be selected by its best key.
-    count = length // c.block_size if c.indexer == "mean" else -(-length // c.block_size)
+    count = block_count(c, starts, ends).reshape(*ends.shape, *(1,) * (blocks.ndim - 2))
     return jnp.where((blocks >= 0) & (blocks < count), blocks, -1)
 
 
@@ -80,7 +93,7 @@ def select(
     return jnp.where(slots < 0, -1, slots - begin[..., None]), logits
 
 
-def _tokens(
+def tokens_of_blocks(
     c: GroupedConfig, blocks: Blocks, starts: Int[Array, "B T"], ends: Int[Array, "B T"]
 ) -> Int[Array, "B T *G S"]:
     """Returns the tokens of the selected blocks that each query sees, -1 in other slots.
@@ -128,7 +141,7 @@ def selected_loss(
 
     def loss_of_some(some: QueryInputs) -> tuple[Any, ...]:
         assert some.indices is not None and some.starts is not None and some.ends is not None
-        tokens = _tokens(c, some.indices, some.starts, some.ends)
+        tokens = tokens_of_blocks(c, some.indices, some.starts, some.ends)
         p = some.projections
         group = c.num_heads // c.kv_heads
         teacher = attn_dist(p["q"], k, tokens, p["lse"], scale=c.scale, head_group=group)

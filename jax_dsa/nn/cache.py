@@ -16,7 +16,10 @@ from jax_dsa.core.export import exportable
 from jax_dsa.core.layout import RECORD_DIM, put_in_pages, put_rows
 from jax_dsa.core.typing import Array, Float, Int
 from jax_dsa.nn.arguments import check_cache, check_presence, check_type
+from jax_dsa.nn.cached_rows import empty_rows
 from jax_dsa.nn.config import AttentionConfig, DecoderConfig
+from jax_dsa.nn.grouped_cache import GroupedCache, check_grouped_cache, empty_grouped
+from jax_dsa.nn.grouped_config import GroupedConfig
 from jax_dsa.nn.open_pool import OpenPool, check_open_pool
 from jax_dsa.ops.cache import FlatCache, PagedCache
 from jax_dsa.ops.cache.lengths import checked_copy
@@ -125,11 +128,15 @@ class LayerCache(NamedTuple):
 
         A layer that attends to another layer's keys counts no tokens, so its cache stays the same.
         """
+        return self.with_field("LayerCache.with_lengths", "lengths", lengths, "B")
+
+    def with_field(self, op: str, field: str, x: Any, dims: str) -> LayerCache:
+        """Returns the cache with a copy of `x` as a field of `kv`; `op` is for messages."""
         if self.kv is None:
             return self
-        op = "LayerCache.with_lengths"
-        lengths = checked_copy(op, "lengths", lengths, "B", self.lengths)
-        return self._replace(kv=dataclasses.replace(self.kv, lengths=lengths))
+        copy = checked_copy(op, field, x, dims, self.lengths)
+        changed: dict[str, Any] = {field: copy}
+        return self._replace(kv=dataclasses.replace(self.kv, **changed))
 
     def append(
         self,
@@ -182,13 +189,20 @@ class LayerCache(NamedTuple):
 
 
 def check_layer_cache(
-    args: Args, name: str, cache: LayerCache, config: AttentionConfig, has_indexer: bool
+    args: Args,
+    name: str,
+    cache: Any,
+    config: AttentionConfig | GroupedConfig,
+    has_indexer: bool,
 ) -> None:
     """Raises unless the argument `name` is a cache of such a layer, for the call's requests.
 
     The rows must have the layer's dtype or be FP8 records: an append would round other rows, and
     the operators do not mix dtypes.
     """
+    if isinstance(config, GroupedConfig):
+        check_grouped_cache(args, name, cache, config, has_indexer)
+        return
     c = config
     check_type(args.op, name, cache, LayerCache)
     check_presence(args, f"{name}.kv", cache.kv, not c.shares_keys)
@@ -237,7 +251,7 @@ class DecoderCache(NamedTuple):
         layers: One cache per layer, from the first layer on.
     """
 
-    layers: tuple[LayerCache, ...]
+    layers: tuple[LayerCache, ...] | tuple[GroupedCache, ...]
 
     @classmethod
     def empty(
@@ -253,8 +267,8 @@ class DecoderCache(NamedTuple):
     ) -> DecoderCache:
         """Returns an empty cache for `capacity` tokens of each of `batch` requests.
 
-        The arguments are those of `LayerCache.empty`. A page number means the same place in every
-        layer's pool, so all layers have the same page table.
+        The arguments are those of `LayerCache.empty`, and `fp8` is False for grouped heads. A page
+        number means the same place in every layer's pool, so all layers have the same page table.
         """
         options: dict[str, Any] = {
             "fp8": fp8,
@@ -289,16 +303,13 @@ class DecoderCache(NamedTuple):
             ValueError: If the cache is flat, or `page_table` has the wrong shape.
         """
         op = "DecoderCache.with_page_table"
-
-        def with_table(layer: LayerCache) -> LayerCache:
-            if not isinstance(layer.kv, PagedCache):
+        for layer in self.layers:
+            rows = layer.k if isinstance(layer, GroupedCache) else layer.kv
+            if not isinstance(rows, PagedCache):
                 raise ValueError(
                     f"{op}: the cache is flat and has no page table; create it with a page_size"
                 )
-            table = checked_copy(op, "page_table", page_table, "B R", layer.lengths)
-            return layer._replace(kv=dataclasses.replace(layer.kv, page_table=table))
-
-        return DecoderCache(tuple(with_table(layer) for layer in self.layers))
+        return self._with_field(op, "page_table", page_table, "B R")
 
     def with_lengths(self, lengths: Int[Array, "B"]) -> DecoderCache:
         """Returns the cache with other lengths, the same ones in every layer.
@@ -314,51 +325,11 @@ class DecoderCache(NamedTuple):
             TypeError: If `lengths` is not an integer array.
             ValueError: If `lengths` has the wrong shape.
         """
-        return DecoderCache(tuple(layer.with_lengths(lengths) for layer in self.layers))
+        return self._with_field("DecoderCache.with_lengths", "lengths", lengths, "B")
 
-
-def empty_rows(
-    args: Args,
-    batch: int,
-    capacity: int,
-    dim: int,
-    *,
-    groups: int = 1,
-    dtype: Any,
-    fp8: bool = False,
-    page_size: int | None,
-    num_pages: int | None,
-    multiple: tuple[int, str],
-) -> FlatCache | PagedCache:
-    """Returns an empty cache of rows; the arguments are those of `LayerCache.empty`.
-
-    Args:
-        args: The checks of the public function.
-        batch: B, number of requests.
-        capacity: S, number of tokens that each request may have.
-        dim: D, size of a row.
-        groups: G, number of KV heads.
-        dtype: Dtype of the rows.
-        fp8: Whether to store FP8 records.
-        page_size: L, tokens per page; None: the cache is flat.
-        num_pages: P, number of pages in the pool.
-        multiple: What `page_size` must be a multiple of, and the field of the configuration.
-    """
-    options: dict[str, Any] = {"groups": groups, "dtype": dtype, "fp8": fp8}
-    if page_size is None:
-        args.option("num_pages", num_pages, num_pages is None, "None without 'page_size'")
-        return FlatCache.empty(batch, capacity, dim, **options)
-    page_size, (size, field) = args.integer("page_size", page_size, 1), multiple
-    want = f"a multiple of the configuration's {field} = {size}"
-    args.option("page_size", page_size, page_size % size == 0, want)
-    entries = -(-capacity // page_size)  # of each request in the page table
-    owned = batch * entries
-    pool = owned if num_pages is None else args.integer("num_pages", num_pages, 0)
-    cache = PagedCache.empty(pool, page_size, batch, entries, dim, **options)
-    if num_pages is not None:
-        return cache
-    table = jnp.arange(owned, dtype=jnp.int32).reshape(batch, entries)
-    return dataclasses.replace(cache, page_table=table)
+    def _with_field(self, *field: Any) -> DecoderCache:
+        layers: Any = tuple(layer.with_field(*field) for layer in self.layers)
+        return DecoderCache(layers)
 
 
 def empty_layer(
@@ -419,9 +390,13 @@ def empty_decoder(
 ) -> DecoderCache:
     """Returns `DecoderCache.empty`, where `op` is the public function, for messages."""
     check_type(op, "config", config, DecoderConfig, "such as a model's 'config'")
-    return DecoderCache(
-        tuple(
-            empty_layer(op, config.attention, batch, capacity, kind, **options)
-            for kind in config.layers
-        )
-    )
+    a = config.attention
+
+    def empty(kind: IndexerType) -> Any:
+        if not isinstance(a, GroupedConfig):
+            return empty_layer(op, a, batch, capacity, kind, **options)
+        has_indexer = kind == "full" and a.indexer is not None
+        return empty_grouped(op, a, has_indexer, batch, capacity, **options)
+
+    layers: Any = tuple(map(empty, config.layers))
+    return DecoderCache(layers)

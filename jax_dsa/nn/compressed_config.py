@@ -10,7 +10,8 @@ import numpy as np
 
 from jax_dsa.core.checks import FLOATS, Args
 from jax_dsa.core.typing import Array, Float, Int
-from jax_dsa.nn.config import check_flags, check_index_dim
+from jax_dsa.nn.arguments import check_flags
+from jax_dsa.nn.config import check_index_dim
 from jax_dsa.nn.rotary import rope
 
 

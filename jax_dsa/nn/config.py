@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 import dataclasses
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 import jax.numpy as jnp
 import numpy as np
 
 from jax_dsa.core.checks import FLOATS, Args
+from jax_dsa.nn.arguments import check_flags
 from jax_dsa.nn.fp4 import BLOCK as FP4_BLOCK
 from jax_dsa.nn.rotary import ROPE_LAYOUTS, RopeLayout
+
+if TYPE_CHECKING:
+    from jax_dsa.nn.grouped_config import GroupedConfig
 
 IndexerType = Literal["full", "shared"]
 """Whether a layer has an indexer ("full") or reuses an earlier layer's selection ("shared")."""
@@ -217,13 +221,6 @@ class AttentionConfig:
         }
 
 
-def check_flags(args: Args, config: Any) -> None:
-    """Raises TypeError for a field that has a bool as its default, but not as its value."""
-    for field in dataclasses.fields(config):
-        if isinstance(field.default, bool):
-            args.flag(field.name, getattr(config, field.name))
-
-
 def check_index_dim(name: str, config: Any) -> None:
     """Rejects an `index_dim` that `index_hadamard` or `index_fp4` cannot handle.
 
@@ -250,7 +247,7 @@ class DecoderConfig:
     """A decoder-only language model of pre-norm blocks: attention, then a SwiGLU layer.
 
     Attributes:
-        attention: Configuration of every attention layer.
+        attention: Configuration of every attention layer; a `GroupedConfig` for grouped heads.
         vocab: Number of tokens in the vocabulary.
         num_layers: Number of blocks.
         mlp_dim: Width of the hidden layer of SwiGLU.
@@ -261,6 +258,10 @@ class DecoderConfig:
         norm_eps: Epsilon of the residual stream's norms, which are those before attention, before
             SwiGLU and before the vocabulary projection; `rms_norm_eps` in a `config.json`. None
             means `attention.norm_eps`. Default: None.
+        shared_teacher: Whether an indexer learns the mean attention of all layers that attend to
+            its selection, in sparse attention. Each of them adds its own while it runs, and the
+            "full" layer's `aux.kl` is the loss. Otherwise, and in dense attention, an indexer
+            learns the attention of its own layer. Default: False.
 
     Raises:
         TypeError: If a field has the wrong type.
@@ -268,12 +269,13 @@ class DecoderConfig:
             leaves a layer without a selection.
     """
 
-    attention: AttentionConfig
+    attention: AttentionConfig | GroupedConfig
     vocab: int
     num_layers: int
     mlp_dim: int
     indexer_types: tuple[IndexerType, ...] = ("full",)
     norm_eps: float | None = None
+    shared_teacher: bool = False
 
     def __post_init__(self) -> None:
         """Rejects wrong sizes, and a pattern that leaves a layer without a selection."""
@@ -282,6 +284,9 @@ class DecoderConfig:
             args.integer(name, getattr(self, name), 1)
         if (eps := self.norm_eps) is not None:
             args.option("norm_eps", eps, args.real("norm_eps", eps) >= 0, ">= 0")
+        fits = isinstance(self.attention, AttentionConfig) or not self.shared_teacher
+        shared = args.flag("shared_teacher", self.shared_teacher)
+        args.option("shared_teacher", shared, fits, "False with grouped heads")
         types = self.indexer_types
         known = isinstance(types, tuple) and set(types) <= {"full", "shared"}
         if not known or types[:1] != ("full",):

@@ -22,8 +22,10 @@ from jax_dsa.nn.arguments import (
 from jax_dsa.nn.attention import DSAttention
 from jax_dsa.nn.cache import DecoderCache, check_layer_cache, empty_decoder
 from jax_dsa.nn.config import DecoderConfig
+from jax_dsa.nn.layers import attention_layer
 from jax_dsa.nn.linear import projection
 from jax_dsa.nn.scopes import Embed, Linear, Module, RMSNorm, scoped
+from jax_dsa.ops.losses import indexer_kl_loss
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -34,6 +36,11 @@ if TYPE_CHECKING:
     from jax_dsa.nn.attention import AttentionAux
     from jax_dsa.nn.cache import LayerCache
     from jax_dsa.nn.config import IndexerType
+    from jax_dsa.nn.grouped import GroupedAux
+    from jax_dsa.nn.grouped_cache import GroupedCache
+
+    Aux = AttentionAux | GroupedAux
+    Selection = Int[Array, "B T K"] | Int[Array, "B T G K"]
 
 
 class SwiGLU(Module):
@@ -73,7 +80,7 @@ class Block(Module):
         check_module("Block", config, DecoderConfig, rngs)
         a = config.attention
         self.attention_norm = RMSNorm(a.model_dim, **config.residual_norm, rngs=rngs)
-        self.attention = DSAttention(a, indexer_type, rngs=rngs)
+        self.attention = attention_layer(a, indexer_type, rngs=rngs)
         self.mlp_norm = RMSNorm(a.model_dim, **config.residual_norm, rngs=rngs)
         self.mlp = SwiGLU(config, rngs=rngs)
 
@@ -81,18 +88,23 @@ class Block(Module):
         self,
         x: Float[Array, "B T M"],
         *,
-        indices: Int[Array, "B T K"] | None = None,
+        indices: Selection | None = None,
         positions: Int[Array, "B T"] | None = None,
         segment_ids: Int[Array, "B T"] | None = None,
         stripes: int = 1,
         sparse: bool = True,
-    ) -> tuple[Float[Array, "B T M"], AttentionAux]:
+        return_teacher: bool = False,
+    ) -> tuple[Float[Array, "B T M"], Aux]:
         """Returns hidden states, and the attention's other results.
 
-        The arguments are those of `DSAttention`. The hidden states have the wider of the dtypes of
-        `x` and of the configuration, because the block adds to `x`.
+        The arguments are those of the layer, `DSAttention` or `GroupedAttention`. The hidden states
+        have the wider of the dtypes of `x` and of the configuration, because the block adds to `x`.
         """
         args, x = hidden_states("Block", self, x, self.attention.config.model_dim)
+        return_teacher = args.flag("return_teacher", return_teacher)
+        is_latent = isinstance(self.attention, DSAttention)
+        args.option("return_teacher", return_teacher, is_latent or not return_teacher, "False")
+        latent_only: dict[str, Any] = {"return_teacher": return_teacher} if is_latent else {}
         y, aux = self.attention(
             self.attention_norm(x),
             indices=indices,
@@ -100,6 +112,7 @@ class Block(Module):
             segment_ids=segment_ids,
             stripes=stripes,
             sparse=args.flag("sparse", sparse),
+            **latent_only,
         )
         x = x + y
         return x + self.mlp(self.mlp_norm(x)), aux
@@ -107,24 +120,43 @@ class Block(Module):
     def decode(
         self,
         x: Float[Array, "B T M"],
-        cache: LayerCache,
+        cache: LayerCache | GroupedCache,
         *,
         counts: Int[Array, "B"] | None = None,
-        indices: Int[Array, "B T K"] | None = None,
-    ) -> tuple[Float[Array, "B T M"], LayerCache, Int[Array, "B T K"]]:
+        indices: Selection | None = None,
+    ) -> tuple[Float[Array, "B T M"], LayerCache | GroupedCache, Selection | None]:
         """Computes `__call__` for the T tokens after those in the cache.
 
-        Arguments and results are those of `DSAttention.decode`. The hidden states of padding are
+        Arguments and results are those of the layer's `decode`. The hidden states of padding are
         arbitrary.
         """
         a = self.attention
         args, x = hidden_states("Block.decode", self, x, a.config.model_dim)
         check_layer_cache(args, "cache", cache, a.config, a.indexer is not None)
+        own: Any = cache
         y, cache, indices = self.attention.decode(
-            self.attention_norm(x), cache, counts=counts, indices=indices
+            self.attention_norm(x), own, counts=counts, indices=indices
         )
         x = x + y
         return x + self.mlp(self.mlp_norm(x)), cache, indices
+
+
+def _with_teacher_of(aux: Any, selecting: Any) -> AttentionAux:
+    """Returns the results of the layer that selected, with the teacher of `aux` added to its own.
+
+    A replayed selection of `aux` may have other keys. They do not count.
+    """
+    assert aux.indices is not None and aux.teacher is not None and selecting.teacher is not None
+    same_key = aux.indices == selecting.indices
+    teacher = selecting.teacher + jnp.where(same_key, aux.teacher, 0)
+    return selecting._replace(teacher=teacher)
+
+
+def _common_loss(selecting: Any) -> Float[Array, ""]:
+    """Returns the loss of an indexer whose layer has the sum of several layers' teachers."""
+    assert selecting.logits is not None and selecting.teacher is not None
+    assert selecting.indices is not None
+    return indexer_kl_loss(selecting.logits, selecting.teacher, selecting.indices >= 0)
 
 
 class DecoderLM(Module):
@@ -169,7 +201,7 @@ class DecoderLM(Module):
         sparse: bool = True,
         remat_policy: Callable[..., Any] | None = None,
         activation_sharding: Sharding | None = None,
-    ) -> tuple[Float[Array, "B T V"], list[AttentionAux]]:
+    ) -> tuple[Float[Array, "B T V"], list[Aux]]:
         """Computes next-token logits.
 
         Args:
@@ -187,7 +219,9 @@ class DecoderLM(Module):
                 mesh with Auto axes. Without it the compiler may shard them like the parameters.
 
         Returns:
-            The logits, float32, and each layer's attention results.
+            The logits, float32, and each layer's attention results. With `config.shared_teacher`
+            and `sparse`, `aux.kl` and `aux.teacher` of a layer that selects are the loss and the
+            sum of the teachers of all layers that attend to its selection.
 
         Raises:
             TypeError, ValueError: If an argument has the wrong type or shape.
@@ -207,9 +241,11 @@ class DecoderLM(Module):
         token_arrays = {"positions": positions, "segment_ids": segment_ids}
         selections = [None] * len(self.blocks) if indices is None else indices
         last = None
-        layers: list[AttentionAux] = []
+        layers: list[Aux] = []
+        kinds, selecting = self.config.layers, 0
+        return_teacher = self.config.shared_teacher and sparse
         blocks = [nnx.split(block) for block in self.blocks]
-        for i, (kind, replayed) in enumerate(zip(self.config.layers, selections, strict=True)):
+        for i, (kind, replayed) in enumerate(zip(kinds, selections, strict=True)):
             if replayed is None and kind == "shared":
                 replayed = last
             graph, params = blocks[i]
@@ -225,9 +261,11 @@ class DecoderLM(Module):
 
             def run(
                 params: Any, x: jax.Array, arrays: dict[str, Any], i: int = i, graph: Any = graph
-            ) -> tuple[jax.Array, AttentionAux]:
+            ) -> tuple[jax.Array, Aux]:
                 with jax.named_scope(f"blocks/{i}"):
-                    return nnx.merge(graph, params)(x, **arrays, stripes=stripes, sparse=sparse)
+                    block = nnx.merge(graph, params)
+                    flags = {"sparse": sparse, "return_teacher": return_teacher}
+                    return block(x, **arrays, stripes=stripes, **flags)
 
             # With nothing to recompute, `jax.checkpoint` would only add barriers.
             if remat_policy not in (None, jax.checkpoint_policies.everything_saveable):
@@ -235,6 +273,18 @@ class DecoderLM(Module):
             x, aux = run(params, x, {"indices": replayed, **token_arrays})
             x, last = sharded(x), aux.indices
             layers.append(aux)
+            if not return_teacher:
+                continue
+            if kind == "full":
+                selecting = i
+            else:
+                layers[selecting] = _with_teacher_of(aux, layers[selecting])
+            if kinds[i + 1 : i + 2] != ("shared",):
+                with jax.named_scope(f"blocks/{selecting}/attention/indexer"):
+                    kl = _common_loss(layers[selecting])
+                # The barrier keeps XLA from postponing the losses, as in `dsa_attention`.
+                x, kl = jax.lax.optimization_barrier((x, kl))
+                layers[selecting] = layers[selecting]._replace(kl=kl)
         return self._logits(x), layers
 
     def init_cache(
@@ -306,23 +356,26 @@ class DecoderLM(Module):
         check_type(args.op, "cache", cache, DecoderCache)
         self._check_number(args, "cache.layers", len(cache.layers), "caches")
         a, kinds = self.config.attention, self.config.layers
-        for i, (kind, layer) in enumerate(zip(kinds, cache.layers, strict=True)):
-            check_layer_cache(args, f"cache.layers[{i}]", layer, a, kind == "full")
+        caches: tuple[Any, ...] = cache.layers
+        for i, (block, layer) in enumerate(zip(self.blocks, caches, strict=True)):
+            has_indexer = block.attention.indexer is not None
+            check_layer_cache(args, f"cache.layers[{i}]", layer, a, has_indexer)
         counts = token_counts(args, counts, tokens.shape[1])
         if counts is not None:
             step = jnp.arange(tokens.shape[1], dtype=jnp.int32)
             # A number outside the vocabulary would have an embedding of NaN.
             tokens = jnp.where(step < counts[:, None], tokens, 0)
         x = self._embed(tokens)
-        selections: list[jax.Array] = []
-        layers = []
-        for i, (block, old) in enumerate(zip(self.blocks, cache.layers, strict=True)):
+        selections: list[Any] = []
+        layers: list[Any] = []
+        for i, (block, old) in enumerate(zip(self.blocks, caches, strict=True)):
             reused = selections[-1] if kinds[i] == "shared" else None
             with jax.named_scope(f"blocks/{i}"):
                 x, new, indices = block.decode(x, old, counts=counts, indices=reused)
             layers.append(new)
             selections.append(indices)
-        results = self._logits(x), DecoderCache(tuple(layers))
+        caches = tuple(layers)
+        results = self._logits(x), DecoderCache(caches)
         return (*results, selections) if return_indices else results
 
     def _check_number(self, args: Args, name: str, number: int, what: str) -> None:

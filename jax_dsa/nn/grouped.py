@@ -54,11 +54,18 @@ class GroupedAux(NamedTuple):
         indices: The blocks that each query selected, int32, -1 in empty slots: a list for each KV
             head with "max", one list with "mean". Blocks are numbered within the query's document.
             None in dense attention.
+        q: Queries, rotated.
+        k: Keys, rotated.
+        indexer: The indexer's queries, and its keys, of tokens with "max" and of blocks with
+            "mean"; None without an indexer.
     """
 
     kl: Float[Array, ""] | None
     lse: Float[Array, "B T N"]
     indices: Int[Array, "B T G K"] | Int[Array, "B T K"] | None
+    q: Float[Array, "B T N D"]
+    k: Float[Array, "B T G D"]
+    indexer: tuple[Float[Array, "B T J C"], Float[Array, "B S C"]] | None
 
 
 class GroupedAttention(Module):
@@ -123,6 +130,7 @@ class GroupedAttention(Module):
         indices: Int[Array, "B T G K"] | Int[Array, "B T K"] | None = None,
         positions: Int[Array, "B T"] | Int[Array, "3 B T"] | None = None,
         segment_ids: Int[Array, "B T"] | None = None,
+        stripes: int = 1,
         sparse: bool = True,
     ) -> tuple[Float[Array, "B T M"], GroupedAux]:
         """Computes causal attention among the tokens of `x`.
@@ -137,6 +145,7 @@ class GroupedAttention(Module):
                 0.
             segment_ids: Document numbers, int32, for several documents in one sequence, as in
                 `DSAttention`. The blocks of a document begin with its first token.
+            stripes: Must be 1: the layer takes no sequence that is stored in stripes.
             sparse: True attends to the selected blocks. False attends to all keys, and `aux.kl` is
                 then the indexer's warm-up loss over all of them.
 
@@ -152,6 +161,7 @@ class GroupedAttention(Module):
         c = self.config
         args, x = hidden_states("GroupedAttention", self, x, c.model_dim)
         sparse = args.flag("sparse", sparse)
+        args.option("stripes", stripes, args.integer("stripes", stripes, 1) == 1, "1")
         indices = self._checked_selection(args, indices, sparse)
         rotary, starts = self._positions(args, x, positions, segment_ids)
         q, k, v = self._project(x, rotary)
@@ -166,7 +176,7 @@ class GroupedAttention(Module):
                 q, k, v, scale=c.scale, is_causal=True, segment_ids=own, return_lse=True
             )
             kl = None if index is None else warmup_loss(c, *index, q, k, starts)
-            return self._result(x, out, kl, lse, None)
+            return self._result(x, out, GroupedAux(kl, lse, None, q, k, index))
         ends = jnp.broadcast_to(jnp.arange(1, x.shape[1] + 1, dtype=jnp.int32), x.shape[:2])
         first, logits = jnp.zeros_like(ends) if starts is None else starts, None
         if indices is not None:
@@ -186,7 +196,7 @@ class GroupedAttention(Module):
         kl = None
         if index is not None:
             kl = selected_loss(c, *index, indices, q, k, lse, first, ends, logits)
-        return self._result(x, out, kl, lse, indices)
+        return self._result(x, out, GroupedAux(kl, lse, indices, q, k, index))
 
     def init_cache(
         self,
@@ -263,7 +273,7 @@ class GroupedAttention(Module):
         args, x = hidden_states("GroupedAttention.decode", self, x, c.model_dim)
         length = x.shape[1]
         indices = self._checked_selection(args, indices, True)
-        lengths = check_grouped_cache(args, cache, c, self.indexer is not None)
+        lengths = check_grouped_cache(args, "cache", cache, c, self.indexer is not None)
         counts = token_counts(args, counts, length)
         step = jnp.arange(length, dtype=jnp.int32)
         places = lengths[:, None] + step
@@ -347,12 +357,13 @@ class GroupedAttention(Module):
         return self.wo(out)
 
     def _result(
-        self, x: Array, out: Array, kl: Array | None, lse: Array, indices: Array | None
+        self, x: Array, out: Array, aux: GroupedAux
     ) -> tuple[Float[Array, "B T M"], GroupedAux]:
-        if kl is not None:
+        if aux.kl is not None:
             # The barrier keeps XLA from postponing the losses of all layers, as in `dsa_attention`.
-            out, kl = jax.lax.optimization_barrier((out, kl))
-        return self._output(x, out), GroupedAux(kl, lse, indices)
+            out, kl = jax.lax.optimization_barrier((out, aux.kl))
+            aux = aux._replace(kl=kl)
+        return self._output(x, out), aux
 
     def _checked_selection(self, args: Args, indices: Any, sparse: bool) -> Blocks | None:
         """Returns the checked argument 'indices'."""

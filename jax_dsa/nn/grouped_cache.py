@@ -12,7 +12,7 @@ from jax_dsa.core.export import exportable
 from jax_dsa.core.layout import put_in_pages, put_rows
 from jax_dsa.core.typing import Array, Float, Int
 from jax_dsa.nn.arguments import check_cache, check_presence, check_type
-from jax_dsa.nn.cache import empty_rows
+from jax_dsa.nn.cached_rows import empty_rows
 from jax_dsa.nn.grouped_config import GroupedConfig
 from jax_dsa.nn.grouped_indexer import OpenBlock
 from jax_dsa.nn.open_pool import check_open_pool
@@ -80,7 +80,7 @@ class GroupedCache(NamedTuple):
             TypeError: If `lengths` is not an integer array.
             ValueError: If `lengths` has the wrong shape.
         """
-        return self._with("with_lengths", "lengths", lengths, "B")
+        return self.with_field("GroupedCache.with_lengths", "lengths", lengths, "B")
 
     def with_page_table(self, page_table: Int[Array, "B R"]) -> GroupedCache:
         """Returns the paged cache with another page table.
@@ -98,13 +98,14 @@ class GroupedCache(NamedTuple):
                 "GroupedCache.with_page_table: the cache is flat and has no page table; create it "
                 "with a page_size"
             )
-        return self._with("with_page_table", "page_table", page_table, "B R")
+        op = "GroupedCache.with_page_table"
+        return self.with_field(op, "page_table", page_table, "B R")
 
-    def _with(self, method: str, field: str, x: Any, dims: str) -> GroupedCache:
-        """Returns the cache with another value of a field of `k` and `v`."""
+    def with_field(self, op: str, field: str, x: Any, dims: str) -> GroupedCache:
+        """Returns the cache with copies of `x` as a field of `k` and `v`; `op` is for messages."""
 
         def changed(cache: Any) -> Any:
-            copy = checked_copy(f"GroupedCache.{method}", field, x, dims, self.lengths)
+            copy = checked_copy(op, field, x, dims, self.lengths)
             return dataclasses.replace(cache, **{field: copy})
 
         return self._replace(k=changed(self.k), v=changed(self.v))
@@ -136,12 +137,17 @@ def empty_grouped(
     batch: int,
     capacity: int,
     *,
+    fp8: bool = False,
     page_size: int | None,
     num_pages: int | None,
     max_rollback: int,
 ) -> GroupedCache:
-    """Returns an empty cache; the arguments are those of `GroupedAttention.init_cache`."""
+    """Returns an empty cache; the arguments are those of `GroupedAttention.init_cache`.
+
+    `fp8` must be False. A decoder has this argument for layers that can store FP8 records.
+    """
     args, c = checks_of(op), config
+    args.option("fp8", fp8, not args.flag("fp8", fp8), "False with grouped heads")
     batch, capacity = args.integer("batch", batch, 0), args.integer("capacity", capacity, 0)
     max_rollback = args.integer("max_rollback", max_rollback, 0)
     pooled = has_indexer and c.indexer == "mean"
@@ -167,35 +173,35 @@ def empty_grouped(
 
 
 def check_grouped_cache(
-    args: Args, cache: GroupedCache, config: GroupedConfig, has_indexer: bool
+    args: Args, name: str, cache: GroupedCache, config: GroupedConfig, has_indexer: bool
 ) -> Int[Array, "B"]:
-    """Returns the lengths of the argument 'cache', for the call's requests.
+    """Returns the lengths of the argument `name`, for the call's requests.
 
     Raises:
         TypeError, ValueError: If it is not a cache of a layer with this configuration.
     """
     c, dtypes = config, (jnp.dtype(config.dtype),)
-    check_type(args.op, "cache", cache, GroupedCache)
-    lengths = check_cache(args, "cache.k", cache.k, FlatCache, PagedCache)
-    check_cache(args, "cache.v", cache.v, type(cache.k))
+    check_type(args.op, name, cache, GroupedCache)
+    lengths = check_cache(args, f"{name}.k", cache.k, FlatCache, PagedCache)
+    check_cache(args, f"{name}.v", cache.v, type(cache.k))
     paged = isinstance(cache.k, PagedCache)
     field, lead = ("pages", "P L") if paged else ("data", "B S")
-    for name in ("k", "v"):
-        rows = getattr(getattr(cache, name), field)
-        args.array(f"cache.{name}.{field}", rows, f"{lead} {c.kv_heads} {c.head_dim}", dtypes)
+    for part in ("k", "v"):
+        rows = getattr(getattr(cache, part), field)
+        args.array(f"{name}.{part}.{field}", rows, f"{lead} {c.kv_heads} {c.head_dim}", dtypes)
     pooled = has_indexer and c.indexer == "mean"
-    check_presence(args, "cache.index_k", cache.index_k, has_indexer)
-    check_presence(args, "cache.open_block", cache.open_block, pooled)
+    check_presence(args, f"{name}.index_k", cache.index_k, has_indexer)
+    check_presence(args, f"{name}.open_block", cache.open_block, pooled)
     if (state := cache.open_block) is not None:
-        size, name = c.block_size, "cache.open_block"
-        check_type(args.op, name, state, OpenBlock)
+        size, inner = c.block_size, f"{name}.open_block"
+        check_type(args.op, inner, state, OpenBlock)
         check_open_pool(
-            *(args, f"{name}.keys", state.keys, size, c.index_dim, c.dtype), has_gates=False
+            *(args, f"{inner}.keys", state.keys, size, c.index_dim, c.dtype), has_gates=False
         )
         axes = 1 if c.mrope_sections is None else 3
-        args.array(f"{name}.positions", state.positions, f"B R {axes}", INT32)
-        args.bind("W", args.sizes[lead[-1]] // size, "'cache.k' and block_size")
+        args.array(f"{inner}.positions", state.positions, f"B R {axes}", INT32)
+        args.bind("W", args.sizes[lead[-1]] // size, f"'{name}.k' and block_size")
         lead = f"{lead[0]} W"
     if cache.index_k is not None:
-        args.array("cache.index_k", cache.index_k, f"{lead} {c.index_dim}", dtypes)
+        args.array(f"{name}.index_k", cache.index_k, f"{lead} {c.index_dim}", dtypes)
     return lengths

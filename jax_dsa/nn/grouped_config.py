@@ -10,7 +10,7 @@ import numpy as np
 
 from jax_dsa.core.checks import FLOATS, Args
 from jax_dsa.core.typing import Array, Float, Int
-from jax_dsa.nn.config import check_flags
+from jax_dsa.nn.arguments import check_flags
 from jax_dsa.nn.rotary import are_sections, rope
 from jax_dsa.ops.sparse_attention.spec import BLOCK_SIZES
 
@@ -136,6 +136,16 @@ class GroupedConfig:
             want = f"three numbers of pairs whose sum is rope_dim / 2 = {pairs}, as in nn.rope"
             known = isinstance(sections, tuple) and are_sections(sections, pairs)
             args.option("mrope_sections", sections, known, want)
+
+    @property
+    def selected(self) -> int:
+        """The number of blocks that the indexer selects for a query."""
+        return self.top_k
+
+    @property
+    def attended(self) -> int:
+        """The largest number of keys that a query attends to in sparse attention."""
+        return self.top_k * self.block_size + (self.block_size - 1 if self.indexer == "mean" else 0)
 
     @property
     def scale(self) -> float:

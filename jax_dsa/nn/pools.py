@@ -96,6 +96,7 @@ def pooled_attention(
     ends: Int[Array, "B T"] | None = None,
     index_k_scale: Float[Array, "B W"] | None = None,
     sinks: Float[Array, "N"] | None = None,
+    return_teacher: bool = False,
 ) -> tuple[Float[Array, "B T N E"], DSAAux]:
     """Returns causal attention over the tokens of the pools that an indexer selects.
 
@@ -116,6 +117,7 @@ def pooled_attention(
         starts: First token of each query's document, int32. Default: token 0.
         ends: One past each query's own token, int32. By default query t is token t.
         sinks: As in `dsa_attention`.
+        return_teacher: As in `dsa_attention`.
     """
     if ends is None:
         ends = jnp.broadcast_to(jnp.arange(1, q.shape[1] + 1, dtype=jnp.int32), q.shape[:2])
@@ -140,15 +142,20 @@ def pooled_attention(
     out, lse = sparse_mla(
         q, kv, attended, value_dim=value_dim, scale=scale, sinks=sinks, return_lse=True
     )
-    if logits is None:
-        return out, DSAAux(indices=indices, kl=jnp.zeros((), lse.dtype), lse=lse)
+    aux = DSAAux(indices=indices, kl=jnp.zeros((), lse.dtype), lse=lse)
+    if logits is None and not return_teacher:
+        return out, aux
     q, kv, total = jax.lax.stop_gradient((q, kv, lse))
     taught = attended[..., : indices.shape[-1] * size]
     teacher = attn_dist(q, kv, taught, total, scale=scale)
     teacher = teacher.reshape(*indices.shape, size).sum(-1)
-    logits = checkpoint_name(logits, "dsa_topk_logits")
+    logits = None if logits is None else checkpoint_name(logits, "dsa_topk_logits")
     teacher = checkpoint_name(teacher, "dsa_teacher")
+    # The barriers keep XLA from postponing the losses of all layers, as in `dsa_attention`.
+    if return_teacher:
+        out, teacher = jax.lax.optimization_barrier((out, teacher))
+        return out, aux._replace(logits=logits, teacher=teacher)
+    assert logits is not None
     kl = indexer_kl_loss(logits, teacher, indices >= 0)
-    # The barrier keeps XLA from postponing the losses of all layers, as in `dsa_attention`.
     out, kl = jax.lax.optimization_barrier((out, kl))
-    return out, DSAAux(indices=indices, kl=kl, lse=lse)
+    return out, aux._replace(kl=kl)

@@ -61,7 +61,8 @@ def main(argv: list[str] | None = None) -> int:
         f"{corpus.name}: {corpus.files[0]} files, {len(corpus.train) / 1e6:.1f} M {unit} to train "
         f"on; {corpus.files[1]} files, {len(corpus.validation) / 1e6:.1f} M {unit} to validate on\n"
         f"model: {size / 1e6:.2f} M parameters and {index / 1e6:.2f} M in the indexers; "
-        f"sequences of {config.seq_len} {unit}, {config.model.attention.top_k} keys selected\n"
+        f"sequences of {config.seq_len} {unit}, "
+        f"{config.model.attention.attended} keys selected\n"
         f"{_devices(mesh)}; run folder: {folder}"
         + (f"; resuming from step {trainer.step}" if trainer.step else "")
     )

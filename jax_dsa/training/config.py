@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jax_dsa.core.checks import Args
-from jax_dsa.nn import AttentionConfig, DecoderConfig
+from jax_dsa.nn import AttentionConfig, DecoderConfig, GroupedConfig
 from jax_dsa.training.data import VOCAB
 from jax_dsa.training.remat import POLICY_NAMES
 
@@ -101,6 +101,9 @@ class TrainConfig:
             value = args.real(name, getattr(self, name))
             args.option(name, value, value >= 0, "a number of at least 0")
         args.option("clip_norm", self.clip_norm, self.clip_norm > 0, "a positive number")
+        if isinstance(a := self.model.attention, GroupedConfig):
+            want = "'max' or 'mean': a run trains indexers"
+            args.option("model.attention.indexer", a.indexer, a.indexer is not None, want)
 
     @property
     def bos(self) -> int:
@@ -254,7 +257,85 @@ def v32_preset() -> TrainConfig:
     )
 
 
-PRESETS = {"cpu": cpu_preset, "h200": h200_preset, "v32": v32_preset}
+def _cpu_with(attention: AttentionConfig | GroupedConfig) -> TrainConfig:
+    """Returns the CPU preset with another attention."""
+    config = cpu_preset()
+    return dataclasses.replace(config, model=dataclasses.replace(config.model, attention=attention))
+
+
+def cpu_pools_preset() -> TrainConfig:
+    """Returns the CPU preset with GLM-5.3-Flash's attention: pools of 4 keys, no position."""
+    latent = cpu_preset().model.attention
+    assert isinstance(latent, AttentionConfig)
+    own: dict[str, Any] = {"nope_dim": 48, "rope_dim": 0, "index_rope_dim": 0, "index_pool": 4}
+    return _cpu_with(dataclasses.replace(latent, **own))
+
+
+def cpu_blocks_preset() -> TrainConfig:
+    """Returns the CPU preset with MiniMax-M3's attention: blocks of keys for each KV head."""
+    return _cpu_with(
+        GroupedConfig(
+            model_dim=128,
+            num_heads=4,
+            kv_heads=2,
+            head_dim=32,
+            rope_dim=16,
+            indexer="max",
+            block_size=4,
+            top_k=4,
+            index_heads=2,
+            index_dim=32,
+        )
+    )
+
+
+def cpu_means_preset() -> TrainConfig:
+    """Returns the CPU preset with Qwen3.8's attention: means of 4 keys, one list, a gate."""
+    return _cpu_with(
+        GroupedConfig(
+            model_dim=128,
+            num_heads=4,
+            kv_heads=2,
+            head_dim=32,
+            rope_dim=16,
+            indexer="mean",
+            block_size=4,
+            top_k=4,
+            index_heads=4,
+            index_dim=32,
+            gate=True,
+        )
+    )
+
+
+def h200_blocks_preset() -> TrainConfig:
+    """Returns `h200_preset` with MiniMax-M3's attention: 16 blocks of 128 of up to 8192 keys."""
+    config = h200_preset()
+    attention = GroupedConfig(
+        model_dim=1024,
+        num_heads=16,
+        kv_heads=2,
+        head_dim=128,
+        rope_dim=64,
+        indexer="max",
+        block_size=128,
+        top_k=16,
+        index_heads=2,
+        index_dim=128,
+        dtype=jnp.bfloat16,
+    )
+    return dataclasses.replace(config, model=dataclasses.replace(config.model, attention=attention))
+
+
+PRESETS = {
+    "cpu": cpu_preset,
+    "cpu-pools": cpu_pools_preset,
+    "cpu-blocks": cpu_blocks_preset,
+    "cpu-means": cpu_means_preset,
+    "h200": h200_preset,
+    "h200-blocks": h200_blocks_preset,
+    "v32": v32_preset,
+}
 
 
 def in_fp8(config: TrainConfig) -> TrainConfig:

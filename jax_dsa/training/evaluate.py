@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 import jax
 import jax.numpy as jnp
@@ -11,11 +11,8 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from jax_dsa.core.documents import document_starts
 from jax_dsa.core.typing import Array, Float
-from jax_dsa.nn.pools import pool_range, tokens_attended
-from jax_dsa.ops.indexer import indexer_topk
-from jax_dsa.ops.topk import topk
 from jax_dsa.training.losses import next_token_loss, token_losses
-from jax_dsa.training.metrics import attention_mass, mass_recall, random_indices, recency_indices
+from jax_dsa.training.selections import recalls, recency_selection
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
@@ -117,13 +114,12 @@ class Evaluator:
     ) -> jax.Array:
         indices = None
         if keys == "recency":
-            config, (rows, length) = self.program.config.model.attention, batch.inputs.shape
-            ends = jnp.broadcast_to(jnp.arange(1, length + 1, dtype=jnp.int32), (rows, length))
+            ends = jnp.arange(1, batch.inputs.shape[1] + 1, dtype=jnp.int32)
+            ends = jnp.broadcast_to(ends, batch.inputs.shape)
             starts = jnp.zeros_like(ends)
             if batch.segment_ids is not None:
                 starts = document_starts(batch.segment_ids)
-            visible = pool_range(config.index_pool or 1, starts, ends)
-            indices = recency_indices(rows, length, config.selected, *visible)
+            indices = recency_selection(self.program.config.model.attention, starts, ends)
         sparse = keys != "dense"
         logits, _ = self.program.logits(backbone, indexer, batch, sparse=sparse, indices=indices)
         return token_losses(logits, batch.targets)
@@ -132,7 +128,6 @@ class Evaluator:
         self, backbone: Params, indexer: Params, key: jax.Array, batch: Batch
     ) -> dict[str, Float[Array, "..."]]:
         config = self.program.config.model.attention
-        size, number = config.index_pool or 1, config.attended
         _, layers = self.program.logits(backbone, indexer, batch, sparse=False)
         rows, length = batch.inputs.shape
         queries = jnp.arange(min(length, _QUERIES)) * length // min(length, _QUERIES)
@@ -141,25 +136,9 @@ class Evaluator:
         if batch.segment_ids is not None:
             starts = document_starts(batch.segment_ids)[:, queries]
         found: list[dict[str, jax.Array]] = []
+        selecting: Any = None
         for layer in layers:
-            q, lse = layer.q[:, queries], layer.lse[:, queries]
-            mass = attention_mass(q, layer.kv, lse, scale=config.scale, starts=starts, ends=ends)
-            if layer.indexer is not None:
-                inputs = layer.indexer._replace(
-                    index_q=layer.indexer.index_q[:, queries],
-                    index_weights=layer.indexer.index_weights[:, queries],
-                )
-                begin, end = pool_range(size, starts, ends)
-                chosen, _ = indexer_topk(
-                    **inputs._asdict(), top_k=config.selected, starts=begin, ends=end
-                )
-                chosen = tokens_attended(size, chosen, starts, ends, with_tail=config.index_tail)
-            selections = {
-                "indexer": chosen,
-                "random": random_indices(key, rows, length, number, starts, ends),
-                "recency": recency_indices(rows, len(queries), number, starts, ends),
-                "best": topk(mass, number, starts=starts, ends=ends),
-            }
-            found.append({k: mass_recall(mass, i, starts, ends) for k, i in selections.items()})
-        recalls = jax.tree.map(lambda *x: jnp.stack(x), *found)
-        return recalls | {"kl": jnp.stack([x.kl for x in layers if x.kl is not None])}
+            selecting = layer.indexer if layer.indexer is not None else selecting
+            found.append(recalls(config, layer, selecting, queries, key, starts, ends))
+        stacked = jax.tree.map(lambda *x: jnp.stack(x), *found)
+        return stacked | {"kl": jnp.stack([x.kl for x in layers if x.kl is not None])}

@@ -14,7 +14,7 @@ from jax_dsa.core.typing import Array, Float, Int
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from jax_dsa.nn import AttentionAux, CompressedAux
+    from jax_dsa.nn import AttentionAux, CompressedAux, GroupedAux
 
 INDEXER = nnx.PathContains("indexer")
 """Filter for `nnx.split` that selects the indexers' parameters. All others are the backbone's."""
@@ -56,11 +56,12 @@ def token_losses(
     return args.restore(jnp.where(targets >= 0, losses, jnp.nan))
 
 
-def indexer_loss(layers: Sequence[AttentionAux | CompressedAux]) -> Float[Array, ""]:
+def indexer_loss(layers: Sequence[AttentionAux | CompressedAux | GroupedAux]) -> Float[Array, ""]:
     """Returns the sum of the indexers' KL losses, which trains the indexers.
 
     The gradient with respect to the backbone's parameters is exactly zero. The losses are added up
-    because each indexer is trained independently, on the attention of its own layer.
+    because each indexer is trained independently, on the attention of its own layer, or of all
+    layers that attend to its selection if the decoder has a shared teacher.
 
     Args:
         layers: The second result of each layer, `aux` of `y, aux = layer(x)`. Layers without an

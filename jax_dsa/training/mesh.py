@@ -35,12 +35,16 @@ PARAMETERS: dict[str, tuple[str | None, ...]] = {
     "wo": ("tensor", "fsdp"),
     "gate_up": ("fsdp", "tensor"),
     "down": ("tensor", "fsdp"),
-    # The indexer's heads are not sharded. Each device selects keys for some of the queries.
-    "wq": ("fsdp", None),
-    "wk": ("fsdp", None),
-    "weights": ("fsdp", None),
+    # Grouped heads.
+    "wq": ("fsdp", "tensor"),
+    "wk": ("fsdp", "tensor"),
+    "wv": ("fsdp", "tensor"),
 }
 """The axes that shard a parameter, by the name of its module. Norms are small and replicated."""
+
+INDEXER_MATRIX = ("fsdp", None)
+"""The axes of an indexer's matrices. Its heads are not sharded: each device selects keys for some
+of the queries."""
 
 
 def make_mesh(
@@ -108,7 +112,9 @@ def annotate(model: nnx.Module) -> None:
     Optimizer states inherit the metadata.
     """
     for path, variable in nnx.to_flat_state(nnx.state(model, nnx.Param)):
-        axes = next((PARAMETERS[str(name)] for name in path if str(name) in PARAMETERS), None)
+        names = [str(name) for name in path]
+        axes = next((PARAMETERS[name] for name in names if name in PARAMETERS), None)
+        axes = INDEXER_MATRIX if "indexer" in names else axes
         if axes is not None and variable.ndim == len(axes):
             variable.set_metadata(out_sharding=axes)
 

@@ -35,11 +35,11 @@ def plot(trainer: Trainer, results: Results, path: Path) -> None:
     """
     config, rows = trainer.config, trainer.log.rows()
     bounds = (0, config.dense_steps, config.sparse_start, config.total_steps)
-    number = config.model.attention.attended
+    keys = config.model.attention.attended
     names = {
         "best": ("best possible", GREY),
         "indexer": ("indexer", BLUE),
-        "recency": (f"last {number} keys", ORANGE),
+        "recency": (f"last {keys} keys", ORANGE),
         "random": ("random keys", RED),
     }
 
@@ -87,7 +87,7 @@ def plot(trainer: Trainer, results: Results, path: Path) -> None:
         line = "--" if name == "best" else "o-"
         recall.plot(*series(f"recall_{name}"), line, color=color, ms=4, label=label)
     draw_layers(recall, "recall_indexer", BLUE)
-    title = f"Fraction of dense attention's mass on {number} selected keys"
+    title = f"Fraction of dense attention's mass on {keys} selected keys"
     recall.set(title=title, ylabel="recall, mean of the layers (thin: each)", ylim=(0, 1.02))
 
     for stage in STAGES:

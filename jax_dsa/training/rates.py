@@ -11,7 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 
-from jax_dsa.nn import DecoderLM
+from jax_dsa.nn import DecoderLM, GroupedConfig
 from jax_dsa.training.losses import INDEXER
 
 if TYPE_CHECKING:
@@ -32,16 +32,22 @@ def flops_per_token(config: TrainConfig) -> dict[Stage, float]:
     indexer, _, backbone = nnx.state(model, INDEXER, nnx.PathContains("embed"), ...)
     matrices, index_matrices = _matrix_flops(backbone), _matrix_flops(indexer)
     indexers = config.model.layers.count("full")
-    ends, size = np.arange(1, length + 1), c.index_pool or 1
+    ends = np.arange(1, length + 1)
+    if isinstance(c, GroupedConfig):
+        widths = 2 * c.head_dim, 2 * c.head_dim, c.head_dim
+        size, keys = c.block_size if c.indexer == "mean" else 1, c.top_k * c.block_size
+    else:
+        latent = c.kv_rank + c.rope_dim
+        widths = c.nope_dim + c.rope_dim + c.v_dim, latent + c.kv_rank, latent
+        size, keys = c.index_pool or 1, c.top_k
     in_pools = ends // size * size
     # The means over queries, of keys that a query sees, that are scored, and that are selected.
     seen, scored = float(ends.mean()), float(in_pools.mean())
-    selected = float(np.minimum(in_pools, c.top_k).mean())
-    attended = selected + (seen - scored if c.index_tail else 0)
-    latent = c.kv_rank + c.rope_dim
-    dense = layers * 2 * c.num_heads * (c.nope_dim + c.rope_dim + c.v_dim) * seen
-    sparse = layers * 2 * c.num_heads * (latent + c.kv_rank) * attended
-    teacher = indexers * 2 * c.num_heads * latent  # per key
+    selected = float(np.minimum(in_pools, keys).mean())
+    attended = selected + (seen - scored if c.attended > keys else 0)
+    per_key = [2 * c.num_heads * width for width in widths]
+    dense, sparse = layers * per_key[0] * seen, layers * per_key[1] * attended
+    teacher = indexers * per_key[2]  # per key
     scores = indexers * 2 * c.index_heads * c.index_dim / size  # per key in a pool
     # The forward pass and the weights' gradients. The indexer's input gets no gradient.
     learn = 2 * index_matrices

@@ -12,7 +12,7 @@ from flax import nnx
 
 from jax_dsa.core.export import exportable
 from jax_dsa.core.typing import Array, Float, Int
-from jax_dsa.nn import DecoderLM
+from jax_dsa.nn import AttentionConfig, DecoderLM
 from jax_dsa.nn.stripes import striped
 from jax_dsa.training.data import RunError
 from jax_dsa.training.losses import INDEXER, indexer_loss, next_token_loss
@@ -32,7 +32,7 @@ if TYPE_CHECKING:
 
     from jax.sharding import Mesh
 
-    from jax_dsa.nn import AttentionAux
+    from jax_dsa.nn import AttentionAux, GroupedAux
     from jax_dsa.training.config import TrainConfig
 
 Params = Any  # a tree of nnx variables
@@ -118,7 +118,9 @@ class Program:
         self.mesh = make_mesh({"data": 1}) if mesh is None else with_auto_axes(mesh)
         self._check_sizes()
         # Striped sequences give all devices of the context axis the same amount of causal work.
-        self._stripes = self.mesh.shape.get("context", 1)
+        # Layers with grouped heads take none.
+        stripes = self.mesh.shape.get("context", 1)
+        self._stripes = stripes if isinstance(config.model.attention, AttentionConfig) else 1
         self._graph: Any = nnx.graphdef(nnx.eval_shape(lambda: self._initial_model(nnx.Rngs(0))))
         self._indexers = config.model.layers.count("full")
         self._optimizer = _optimizer(config)
@@ -212,8 +214,8 @@ class Program:
         sparse: bool,
         stripes: int = 1,
         remat: str = "none",
-        indices: Int[Array, "B T K"] | None = None,
-    ) -> tuple[Float[Array, "B T V"], list[AttentionAux]]:
+        indices: Int[Array, "B T K"] | Int[Array, "B T G K"] | None = None,
+    ) -> tuple[Float[Array, "B T V"], list[AttentionAux | GroupedAux]]:
         """Runs the model with these parameters.
 
         Args:

@@ -110,7 +110,7 @@ def evaluate(trainer: Trainer) -> Results:
 def table(results: Results, trainer: Trainer) -> str:
     """Returns the results as text."""
     config = trainer.config
-    top_k, length = config.model.attention.top_k, config.seq_len
+    keys, length = config.model.attention.attended, config.seq_len
     bits = 1 / (math.log(2) * trainer.corpus.bytes_per_token)
 
     def loss(name: str, value: float) -> tuple[str, str, str]:
@@ -118,14 +118,14 @@ def table(results: Results, trainer: Trainer) -> str:
 
     losses = [
         ("validation loss", f"nats/{token_unit(trainer)}", "bits/byte"),
-        loss(f"sparse attention, top {top_k} of up to {length} keys", results.sparse),
+        loss(f"sparse attention, top {keys} of up to {length} keys", results.sparse),
         loss("same model, dense attention", results.dense),
         loss("control: dense attention throughout", results.control),
     ]
     layers = [f"layer {i}" for i in range(config.model.num_layers)]
     names = {
         "indexer": "trained indexer",
-        "recency": f"last {top_k} keys",
+        "recency": f"last {keys} keys",
         "random": "random keys",
         "best": "best possible",
     }

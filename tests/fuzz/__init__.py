@@ -43,7 +43,7 @@ ALL = (*GENERATORS, *PROGRAMS)
 WITHOUT_GRADIENT = {
     *("FlatCache.append", "FlatCache.update", "PagedCache.append", "PagedCache.update"),
     *("HTreeCache.append", "htree_decode", "htree_select", "make_block_mask", "quantize_fp8"),
-    *("attention_probs", "block_tokens", "topk_indices", "topk_mask"),
+    *("attention_probs", "block_tokens", "block_topk", "topk_indices", "topk_mask"),
 }
 WITH_KERNEL = (
     *("topk", "indexer_logits", "indexer_topk", "sparse_mla", "sparse_mla_decode", "attn_dist"),

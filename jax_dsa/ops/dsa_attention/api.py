@@ -49,8 +49,9 @@ def _dsa_attention(call: Call, options: Options, x: Operands) -> tuple[Array, DS
     )
     out, max_logit, log_sum = sparse_mla_op(call, attend, attended)
     lse = max_logit + log_sum
-    if logits is None:
-        return out, DSAAux(indices=indices, kl=jnp.zeros((), lse.dtype), lse=lse)
+    aux = DSAAux(indices=indices, kl=jnp.zeros((), lse.dtype), lse=lse)
+    if logits is None and not options.return_teacher:
+        return out, aux
 
     q, kv, log_sum = jax.lax.stop_gradient((x.q, x.kv, log_sum))
     taught = attn_dist.Operands(
@@ -67,14 +68,18 @@ def _dsa_attention(call: Call, options: Options, x: Operands) -> tuple[Array, DS
     teacher = attn_dist_op(call, teach, taught).dist.sum(1)
     # The loss's gradient is computed from these two. A remat policy that keeps them spares a second
     # run of the indexer and of the teacher.
-    logits = checkpoint_name(logits, "dsa_topk_logits")
+    logits = None if logits is None else checkpoint_name(logits, "dsa_topk_logits")
     teacher = checkpoint_name(teacher, "dsa_teacher")
+    # The barriers make XLA compute the loss, or the teacher, here. When its scheduler hides
+    # communication between devices, it would otherwise postpone the losses of all layers to the end
+    # of a step, and memory would hold the queries of all layers until then.
+    if options.return_teacher:
+        out, teacher = jax.lax.optimization_barrier((out, teacher))
+        return out, aux._replace(logits=logits, teacher=teacher)
+    assert logits is not None
     compared = losses.Operands(logits=logits, teacher=teacher, valid=indices >= 0)
-    # The barrier makes XLA compute the loss here. When its scheduler hides communication between
-    # devices, it would otherwise postpone the losses of all layers to the end of a step, and memory
-    # would hold the queries of all layers until then.
     out, kl = jax.lax.optimization_barrier((out, selected_kl(call.auxiliary, compared)))
-    return out, DSAAux(indices=indices, kl=kl, lse=lse)
+    return out, aux._replace(kl=kl)
 
 
 def _select(
@@ -119,6 +124,7 @@ def dsa_attention(
     index_k_scale: Float[Array, "B S"] | None = None,
     sinks: Float[Array, "N"] | None = None,
     deterministic: bool = False,
+    return_teacher: bool = False,
     implementation: Implementation | None = None,
 ) -> tuple[Float[Array, "B T N E"], DSAAux]:
     """Returns attention over the `top_k` keys that a lightning indexer selects for each query.
@@ -133,6 +139,11 @@ def dsa_attention(
       the indexer's inputs (a selection has no derivative);
     - `aux.kl` has gradients for `index_q`, `index_k` and `index_weights`, and exactly zero gradient
       for `q`, `kv` and `sinks` (the teacher is a constant).
+
+    If several layers attend to one selection, `return_teacher` returns what their common loss
+    needs. Add up the teachers of all layers and call `indexer_kl_loss(logits, teacher, indices >=
+    0)` with the logits of the layer that selected. The indexer then learns the mean of their
+    attention.
 
     The caller decides what lies before the arguments. Compute the indexer's inputs from
     `jax.lax.stop_gradient(x)`, as `jax_dsa.nn.DSAttention` does; otherwise the KL reaches the
@@ -159,6 +170,7 @@ def dsa_attention(
         sinks: Attention sinks, float32. They affect `out`, but neither `aux.lse` nor the teacher.
         deterministic: Whether gradients are bit-identical on every run. Those of the indexer then
             come from XLA.
+        return_teacher: Whether to return the indexer's logits and the teacher instead of the loss.
         implementation: None chooses for each operator; "cuda" and "xla" are enforced.
 
     Returns:
@@ -206,11 +218,11 @@ def dsa_attention(
         value_dim=value_dim_or_default(args, value_dim),
         scale=scale_or_default(args, scale),
         deterministic=args.flag("deterministic", deterministic),
+        return_teacher=args.flag("return_teacher", return_teacher),
     )
     sinks = shared_sinks(args, sinks)
     operands = Operands(
         q=q, kv=kv, indexer=inputs, starts=starts, ends=ends, indices=indices, sinks=sinks
     )
     out, aux = dsa_attention_op(call, options, operands)
-    indices, lse = args.restore((aux.indices, aux.lse))
-    return args.restore(out), DSAAux(indices=indices, kl=aux.kl, lse=lse)
+    return args.restore(out), args.restore(aux._replace(kl=None))._replace(kl=aux.kl)

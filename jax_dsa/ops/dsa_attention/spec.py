@@ -18,6 +18,7 @@ class Options:
     value_dim: int
     scale: float
     deterministic: bool
+    return_teacher: bool
 
 
 class Operands(NamedTuple):
@@ -49,11 +50,17 @@ class DSAAux(NamedTuple):
         indices: The selected keys of each query in ascending order, then -1; or the given
             selection.
         kl: The indexer's loss: the mean over queries of KL(attention || indexer) on the selected
-            keys; 0 without an indexer.
+            keys; 0 without an indexer, and with `return_teacher`.
         lse: Logarithm of the sum of the exponentiated scores of the selected keys, without the
             sink.
+        logits: With `return_teacher`, the indexer's logits of the selected keys, -inf in empty
+            slots. None without an indexer. Default: None.
+        teacher: With `return_teacher`, the attention's probabilities of the selected keys, summed
+            over heads, as `attn_dist` returns them. Default: None.
     """
 
     indices: Int[Array, "B T K"]
     kl: Float[Array, ""]
     lse: Float[Array, "B T N"]
+    logits: Float[Array, "B T K"] | None = None
+    teacher: Float[Array, "B T K"] | None = None

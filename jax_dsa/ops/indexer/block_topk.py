@@ -149,7 +149,7 @@ def indexer_block_topk(
     call = args.call(implementation)
     q = args.array("index_q", index_q, "B T J C", (*FLOATS, FP8))
     each = args.flag("per_head", per_head)
-    want = "None with per_head=True, where every head selects by its own scores"
+    want = "None beside 'per_head', with which every head selects by its own scores"
     args.option("index_weights", index_weights, not (each and index_weights is not None), want)
     known = isinstance(pooling, str) and pooling in POOLINGS
     args.option("pooling", pooling, known, f"one of {POOLINGS}")
@@ -188,4 +188,5 @@ def indexer_block_topk(
         page_table=keys.page_table,
     )
     y = args.restore(indexer_block_topk_op(call, options, operands))
-    return (y.indices, y.logits) if each else (y.indices[..., 0, :], y.logits[..., 0, :])
+    indices, logits = (x if each else jnp.squeeze(x, -2) for x in (y.indices, y.logits))
+    return indices, logits

@@ -138,7 +138,7 @@ def indexer_kl_loss(
 def dense_indexer_kl_loss(
     index_q: Float[Array, "B T J C"],
     index_k: Float[Array, "B S C"] | Float[Array, "B S/b C"],
-    index_weights: Float[Array, "B T J"],
+    index_weights: Float[Array, "B T J"] | None,
     q: Float[Array, "B T N D"],
     kv: Float[Array, "B S G D"],
     *,

@@ -144,6 +144,7 @@ def draw_dsa_attention(c: Draw, r: Draw) -> Call:
         **draw_ranges(c, r, B, T, S),
         "sinks": r.limits(wide(dtype), G * M) if c.chance() else None,
         "deterministic": c.flag(),
+        "return_teacher": c.flag(0.3),
     }
     indexed = index["index_q"] is not None
 
@@ -175,18 +176,20 @@ def draw_dsa_attention(c: Draw, r: Draw) -> Call:
         out, lse = sparse_mla.sparse_mla(
             x["q"], x["kv"], slots, value_dim=E, scale=scale, sinks=x["sinks"]
         )
-        kl = 0.0
-        if indexed:
-            chosen = topk_oracle.values(logits(x), selected)
-            kl = losses.kl_rows(chosen, teacher, selected >= 0)[0]
+        chosen = topk_oracle.values(logits(x), selected) if indexed else None
+        if x["return_teacher"]:
+            taught = [teacher] if chosen is None else [chosen, teacher]
+            return [out, selected, np.zeros(()), lse, *taught]
+        kl = 0.0 if chosen is None else losses.kl_rows(chosen, teacher, selected >= 0)[0]
         return [out, selected, np.asarray(kl), lse]
 
     sums = wide(dtype)
+    taught = (sums,) * (1 + indexed) if kwargs["return_teacher"] else ()
     call = Call(
         dsa_attention,
         kwargs,
         want,
-        (dtype, i32, sums, sums),
+        (dtype, i32, sums, sums, *taught),
         diff=("q", "kv", *(n for n in (*INDEXER, "sinks") if kwargs[n] is not None)),
         poison=("kv",),
         hold=hold,

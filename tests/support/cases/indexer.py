@@ -1,4 +1,4 @@
-"""Cases of `indexer_logits` and `indexer_topk` for the tests of transformations."""
+"""Cases of the lightning indexer for the tests of transformations."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import PartitionSpec as P
 
-from jax_dsa import PagedCache, indexer_logits, indexer_topk
+from jax_dsa import PagedCache, indexer_block_topk, indexer_logits, indexer_topk
 from support.cases import TransformCase
 
 B, T, J, C, S, K = 8, 8, 3, 5, 12, 4
@@ -49,6 +49,38 @@ def select_from_pages(q, pages, weights, k_scale, table, lengths):
     return indexer_topk(q, cache, weights, K, index_k_scale=k_scale, is_causal=True)
 
 
+def make_candidate_args(rng: np.random.Generator) -> tuple:
+    blocks = rng.integers(-1, S // 3 + 1, size=(B, T, 2))
+    return *make_args(rng), jnp.asarray(blocks, jnp.int32)
+
+
+def select_inside(q, k, weights, blocks):
+    return indexer_topk(q, k, weights, K, candidates=blocks, candidate_block_size=3)
+
+
+def select_blocks(q, k, weights, k_scale, starts, ends):
+    ranges = {"index_k_scale": k_scale, "starts": starts, "ends": ends}
+    return indexer_block_topk(q, k, weights, 2, block_size=3, sink_blocks=1, **ranges)
+
+
+def select_blocks_from_pages(q, pages, weights, k_scale, table, lengths):
+    cache = PagedCache(pages, table, lengths)
+    return indexer_block_topk(q, cache, weights, 2, block_size=3, index_k_scale=k_scale)
+
+
+def make_head_args(rng: np.random.Generator) -> tuple:
+    return floats(rng, B, T, 8, C), floats(rng, B, S, C)
+
+
+def select_blocks_per_head(q, k):
+    options = {"per_head": True, "relu": False, "is_causal": True, "query_start": 3}
+    return indexer_block_topk(q, k, None, 2, block_size=3, **options)
+
+
+def select_means(q, k, weights):
+    return indexer_block_topk(q, k, weights, 2, block_size=3, pooling="mean", local_blocks=0)
+
+
 CASES = [
     TransformCase(
         "indexer_logits",
@@ -75,6 +107,58 @@ CASES = [
     TransformCase(
         "indexer_topk-pages",
         select_from_pages,
+        make_paged_args,
+        (),
+        {
+            "batch": (P("x"), P(), P("x"), P(), P("x"), P("x")),
+            "query": (P(None, "x"), P(), P(None, "x"), P(), P(), P()),
+        },
+    ),
+    TransformCase(
+        "indexer_topk-candidates",
+        select_inside,
+        make_candidate_args,
+        (0, 1, 2),
+        {"batch": (P("x"),) * 4, "query": (P(None, "x"), P(), P(None, "x"), P(None, "x"))},
+    ),
+    TransformCase(
+        "indexer_block_topk",
+        select_blocks,
+        make_ranged_args,
+        (0, 1, 2, 3),
+        {
+            "batch": (P("x"),) * 6,
+            "query": (P(None, "x"), P(), P(None, "x"), P(), P(None, "x"), P(None, "x")),
+        },
+    ),
+    TransformCase(
+        "indexer_block_topk-head",
+        select_blocks_per_head,
+        make_head_args,
+        (0, 1),
+        {
+            "batch": (P("x"),) * 2,
+            "query": (P(None, "x"), P()),
+            "keys": (P(None, "x"),) * 2,
+            "head": (P(None, None, "x"), P()),
+        },
+        {"keys": {(B, S, C)}},
+    ),
+    TransformCase(
+        "indexer_block_topk-mean",
+        select_means,
+        make_args,
+        (0, 1, 2),
+        {
+            "batch": (P("x"),) * 3,
+            "query": (P(None, "x"), P(), P(None, "x")),
+            "keys": (P(None, "x"),) * 3,
+        },
+        {"keys": {(B, S, C)}},
+    ),
+    TransformCase(
+        "indexer_block_topk-pages",
+        select_blocks_from_pages,
         make_paged_args,
         (),
         {

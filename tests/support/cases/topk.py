@@ -1,4 +1,4 @@
-"""Cases of `topk` for the tests of transformations."""
+"""Cases of `topk` and `block_topk` for the tests of transformations."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import PartitionSpec as P
 
-from jax_dsa import topk
+from jax_dsa import block_topk, topk
 from support.cases import TransformCase
 
 B, T, S, K = 8, 8, 37, 5
@@ -37,6 +37,11 @@ def select_rows(x, ends):
     return topk(x, K, ends=ends)
 
 
+def select_blocks(x, starts, ends):
+    options = {"block_size": 4, "sink_blocks": 1, "starts": starts, "ends": ends}
+    return block_topk(x, K, **options)
+
+
 CASES = [
     TransformCase(
         "topk",
@@ -46,4 +51,11 @@ CASES = [
         {"batch": (P("x"),) * 3, "query": (P(None, "x"),) * 3},
     ),
     TransformCase("topk-matrix", select_rows, make_matrix_args, (), {"batch": (P("x"),) * 2}),
+    TransformCase(
+        "block_topk",
+        select_blocks,
+        make_args,
+        (),
+        {"batch": (P("x"),) * 3, "query": (P(None, "x"),) * 3},
+    ),
 ]

@@ -8,7 +8,7 @@ import numpy as np
 def indexer_logits(
     q: np.ndarray,
     k: np.ndarray,
-    weights: np.ndarray,
+    weights: np.ndarray | None,
     *,
     index_k_scale: np.ndarray | None = None,
     starts: np.ndarray | None = None,
@@ -16,6 +16,7 @@ def indexer_logits(
     relu: bool = True,
 ) -> np.ndarray:
     """Returns the logits [B, T, S] in float64, -inf outside [starts, ends)."""
+    weights = np.ones(q.shape[:3]) if weights is None else weights
     q, k, weights = (x.astype(np.float64) for x in (q, k, weights))
     batch, queries, heads, _ = q.shape
     size = k.shape[1]
