@@ -186,12 +186,12 @@ def test_warm_up_in_chunks(rng, monkeypatch):
 
 
 @pytest.mark.parametrize("sparse", [True, False])
-def test_no_array_of_queries_times_compressed_keys(sparse):
+@pytest.mark.parametrize("kind", ["selected", "pooled"])
+def test_no_array_of_queries_times_compressed_keys(kind, sparse):
     """Checks a layer's forward and backward pass, with the indexer's loss, in both stages."""
     length = 16384
-    graph, params = nnx.split(
-        nnx.eval_shape(lambda: nn.CompressedAttention(COMPRESSED, rngs=nnx.Rngs(0)))
-    )
+    make = nn.CompressedAttention if kind == "selected" else nn.DSAttention
+    graph, params = nnx.split(nnx.eval_shape(lambda: make(LAYERS[kind], rngs=nnx.Rngs(0))))
 
     def loss(params, x):
         y, aux = nnx.merge(graph, params)(x, sparse=sparse)
@@ -199,7 +199,7 @@ def test_no_array_of_queries_times_compressed_keys(sparse):
 
     x = jax.ShapeDtypeStruct((1, length, M), jnp.float32)
     compiled = jax.jit(jax.grad(loss, (0, 1))).lower(params, x).compile()
-    pairs = length * (length // COMPRESSED.ratio)
+    pairs = length * (length // 4)
     sizes = {
         math.prod(map(int, shape.split(",")))
         for shape in re.findall(r"\w+\[([\d,]+)\]", compiled.as_text())
