@@ -268,12 +268,6 @@ def test_dense_loss_and_gradients(name, rng):
     assert_matches(grads, tuple(g.astype(np.float32) for g in want_grads), 1e-5)
 
 
-def test_no_weights_are_weights_of_one(rng):
-    index_q, index_k, weights, q, kv = dense_inputs(rng)
-    want = dense_indexer_kl_loss(index_q, index_k, np.ones_like(weights), q, kv)
-    assert dense_indexer_kl_loss(index_q, index_k, None, q, kv) == want
-
-
 def test_a_block_of_one_token_is_a_key(rng):
     inputs = dense_inputs(rng)
     assert dense_indexer_kl_loss(*inputs) == dense_indexer_kl_loss(*inputs, block_size=1)
