@@ -30,6 +30,7 @@ PUBLIC = [
     nn.CompressedAttention,
     nn.DSAttention,
     nn.DecoderLM,
+    nn.GroupedAttention,
     nn.fake_quantize_fp4,
     nn.from_hf,
     nn.load_hf,

@@ -13,7 +13,7 @@ from support.decoders import SHARING, B, T, decoder
 
 import jax_dsa
 from jax_dsa import nn, training
-from jax_dsa.nn import compressor, open_pool
+from jax_dsa.nn import compressor, grouped_indexer, open_pool
 from jax_dsa.training import sampling
 
 
@@ -31,7 +31,8 @@ def public_tuples() -> dict[str, type]:
         if hasattr(getattr(module, name), "_fields")
     }
     del found["jax_dsa.nn.HFLayer"]  # It has no arrays.
-    for inner in (compressor.Stream, open_pool.OpenPool, sampling.Stream):
+    inside = compressor.Stream, open_pool.OpenPool, grouped_indexer.OpenBlock, sampling.Stream
+    for inner in inside:
         found[f"{inner.__module__}.{inner.__name__}"] = inner
     return found
 

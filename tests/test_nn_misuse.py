@@ -34,12 +34,24 @@ COMPRESSED = nn.CompressedConfig(
     top_k=3,
     index_dim=8,
 )
+GROUPED = nn.GroupedConfig(
+    model_dim=16,
+    num_heads=4,
+    kv_heads=2,
+    head_dim=8,
+    rope_dim=4,
+    indexer="mean",
+    block_size=4,
+    top_k=2,
+    index_dim=8,
+)
 DECODER = nn.DecoderConfig(CONFIG, vocab=11, num_layers=1, mlp_dim=32)
 RNGS = nnx.Rngs(0)
 LAYER, LM = nn.DSAttention(CONFIG, rngs=RNGS), nn.DecoderLM(DECODER, rngs=RNGS)
 SHARED = nn.DSAttention(CONFIG, "shared", rngs=RNGS)
 SHARING = nn.DSAttention(dataclasses.replace(CONFIG, shares_keys=True), rngs=RNGS)
 CLAYER = nn.CompressedAttention(COMPRESSED, rngs=RNGS)
+GLAYER = nn.GroupedAttention(GROUPED, rngs=RNGS)
 
 B, T, M = 2, 3, 16
 X, POSITIONS = jnp.ones((B, T, M)), jnp.zeros((B, T), jnp.int32)
@@ -56,6 +68,8 @@ HIDDEN: dict[str, Callable[[Any], Any]] = {
     "CompressedAttention": CLAYER,
     "CompressedAttention.decode": lambda x: CLAYER.decode(x, CCACHE),
     "Compressor": lambda x: CLAYER.compressor(x, POSITIONS, None),
+    "GroupedAttention": GLAYER,
+    "GroupedAttention.decode": lambda x: GLAYER.decode(x, GLAYER.init_cache(B, 8)),
     "Block": LM.blocks[0],
     "Block.decode": lambda x: LM.blocks[0].decode(x, CACHE),
     "SwiGLU": LM.blocks[0].mlp,
@@ -293,7 +307,9 @@ def test_other_arguments(case: str) -> None:
         call()
 
 
-@pytest.mark.parametrize("op", ["DSAttention", "CompressedAttention", "Block", "DecoderLM"])
+@pytest.mark.parametrize(
+    "op", ["DSAttention", "CompressedAttention", "GroupedAttention", "Block", "DecoderLM"]
+)
 def test_sparse_is_a_static_bool(op: str) -> None:
     calls = {"Block": LM.blocks[0], "DecoderLM": LM}
     call, given = calls.get(op) or HIDDEN[op], TOKENS if op == "DecoderLM" else X
@@ -313,6 +329,7 @@ CONSTRUCTORS: dict[str, tuple[Callable[..., Any], Any, Any]] = {
     "Block": (nn.Block, DECODER, CONFIG),
     "SwiGLU": (nn.SwiGLU, DECODER, CONFIG),
     "CompressedAttention": (nn.CompressedAttention, COMPRESSED, CONFIG),
+    "GroupedAttention": (nn.GroupedAttention, GROUPED, CONFIG),
     "Compressor": (lambda c, rngs: nn.Compressor(c, 8, rngs=rngs), COMPRESSED, CONFIG),
 }
 

@@ -162,3 +162,38 @@ def test_packed_documents(kind: str) -> None:
                     np.asarray(outs[i])[:, start : start + n][same], wants[i].numpy()[same], what
                 )
             start += n
+
+
+def test_positions_in_time_height_and_width() -> None:
+    """Tokens of an image in the middle of a text, as in Qwen3.8."""
+    kind, length, side = "qwen4_exp", 41, 4
+    layers, positions = stack(kind)[2], np.zeros((3, BATCH, length), np.int32)
+    row, column = np.divmod(np.arange(side * side), side)
+    text = np.arange(9)
+    image = np.stack([np.full(side * side, 9), 9 + row, 9 + column])
+    after = 9 + side + np.arange(length - 9 - side * side)
+    three = np.concatenate([np.stack([text] * 3), image, np.stack([after] * 3)], axis=1)
+    positions[:] = three[:, None]
+    graph = nnx.split(our_layers(kind))[0]
+
+    @jax.jit
+    def ours(params: Any, inputs: Any) -> Any:
+        found = [
+            module(x, positions=jnp.asarray(positions))
+            for module, x in zip(nnx.merge(graph, params), inputs, strict=True)
+        ]
+        return [y for y, _ in found], [aux.indices for _, aux in found]
+
+    for seed in SEEDS:
+        params = filled(kind, seed)
+        rng = np.random.default_rng(seed)
+        shape = (len(layers), BATCH, length, SIZES["hidden_size"])
+        x = rng.normal(size=shape).astype(np.float32)
+        with torch.no_grad():
+            wants, picked = run_hf(kind, list(torch.tensor(x)), places=torch.tensor(positions))
+        outs, selections = ours(params, list(x))
+        for i, (want, found) in enumerate(zip(wants, picked, strict=True)):
+            assert (np.sort(selections[i], -1) == np.sort(found, -1)).mean() > 0.95
+            same = (np.sort(selections[i], -1) == np.sort(found, -1)).all(-1)
+            what = f"{kind} layer {i} with positions in space, seed {seed}"
+            assert_close(np.asarray(outs[i])[same], want.numpy()[same], what)

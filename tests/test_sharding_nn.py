@@ -41,6 +41,7 @@ LAYERS = {
     "compressed": COMPRESSED,
     "compressed without indexer": dataclasses.replace(COMPRESSED, top_k=None),
     "best key": GROUPED,
+    "best key in chunks": dataclasses.replace(GROUPED, query_chunk=4),
     "mean key": dataclasses.replace(GROUPED, indexer="mean", gate=True),
 }
 SPECS = {
@@ -58,7 +59,7 @@ FAST = [
     ("chunks", "both", "explicit-of-types"),
     ("pooled", "both", "explicit-of-types"),
     ("compressed", "batch", "explicit-of-types"),
-    ("best key", "both", "explicit-of-types"),
+    ("best key in chunks", "both", "explicit-of-types"),
     ("mean key", "both", "explicit-of-types"),
 ]
 

@@ -6,13 +6,14 @@ begins at token s has the tokens s + j block_size to s + (j + 1) block_size.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import jax
 import jax.numpy as jnp
 
 from jax_dsa.core.rows import block_tokens
 from jax_dsa.core.typing import Array, Float, Int
+from jax_dsa.nn.query_chunks import QueryInputs, map_query_chunks
 from jax_dsa.ops.attn_dist import attn_dist
 from jax_dsa.ops.indexer import indexer_block_topk, indexer_selected_logits, indexer_topk
 from jax_dsa.ops.losses import dense_indexer_kl_loss, indexer_kl_loss
@@ -136,15 +137,42 @@ def selected_loss(
         logits: With "mean", the logits of the blocks, if the indexer selected them.
     """
     q, k, lse = jax.lax.stop_gradient((q, k, lse))
-    tokens = tokens_of_blocks(c, blocks, starts, ends)
-    heads = c.num_heads // c.kv_heads
-    teacher = attn_dist(q, k, tokens, lse, scale=c.scale, head_group=heads)
-    if c.indexer == "mean":
-        teacher = teacher.sum(1).reshape(*blocks.shape, c.block_size).sum(-1)
-        if logits is None:
-            slots = jnp.where(blocks < 0, -1, blocks + (starts // c.block_size)[..., None])
-            logits = indexer_selected_logits(index_q, index_k, _weights(c, index_q), slots)
-        return indexer_kl_loss(logits, teacher, blocks >= 0)
+    loss = _loss_by_token if c.indexer == "max" else _loss_by_block
+
+    def loss_of_some(some: QueryInputs) -> tuple[Any, ...]:
+        assert some.indices is not None and some.starts is not None and some.ends is not None
+        tokens = tokens_of_blocks(c, some.indices, some.starts, some.ends)
+        p = some.projections
+        group = c.num_heads // c.kv_heads
+        teacher = attn_dist(p["q"], k, tokens, p["lse"], scale=c.scale, head_group=group)
+        kl = loss(c, index_k, some, tokens, teacher)
+        # With "mean", the first queries of a document select nothing and do not count.
+        selects = jnp.any(some.indices >= 0, axis=tuple(range(2, blocks.ndim)))
+        return ((kl, jnp.sum(selects, dtype=jnp.float32)),)
+
+    projections = {"q": q, "lse": lse, "index_q": index_q, "logits": logits}
+    queries = QueryInputs(projections, {}, starts, ends, blocks)
+    shape = *q.shape[:2], c.model_dim
+    (kl,) = map_query_chunks(loss_of_some, queries, shape, c.query_chunk, op="GroupedAttention")
+    return kl
+
+
+def _loss_by_token(
+    c: GroupedConfig,
+    index_k: Float[Array, "B S C"],
+    some: QueryInputs,
+    tokens: Int[Array, "B T G S"],
+    teacher: Float[Array, "B G T S"],
+) -> Float[Array, ""]:
+    """Returns the loss of some queries, the mean over queries and the indexer's heads.
+
+    Args:
+        c: Configuration of the layer.
+        index_k: Keys of the indexer.
+        some: The queries.
+        tokens: The tokens of their blocks.
+        teacher: The attention's probabilities of these tokens.
+    """
 
     def of_head(index_q: Array, tokens: Array, teacher: Array) -> Array:
         index_q = index_q[:, :, None]
@@ -152,7 +180,26 @@ def selected_loss(
         logits = indexer_selected_logits(index_q, index_k, weights, tokens, relu=False)
         return indexer_kl_loss(logits, teacher, tokens >= 0)
 
-    return jax.vmap(of_head, in_axes=(2, 2, 1))(index_q, tokens, teacher).mean()
+    heads = some.projections["index_q"], tokens, teacher
+    return jax.vmap(of_head, in_axes=(2, 2, 1))(*heads).mean()
+
+
+def _loss_by_block(
+    c: GroupedConfig,
+    index_k: Float[Array, "B S C"],
+    some: QueryInputs,
+    tokens: Int[Array, "B T S"],
+    teacher: Float[Array, "B G T S"],
+) -> Float[Array, ""]:
+    """Returns the loss of some queries; the arguments are those of `_loss_by_token`."""
+    blocks, logits = some.indices, some.projections["logits"]
+    assert blocks is not None and some.starts is not None
+    if logits is None:
+        index_q = some.projections["index_q"]
+        slots = jnp.where(blocks < 0, -1, blocks + (some.starts // c.block_size)[..., None])
+        logits = indexer_selected_logits(index_q, index_k, _weights(c, index_q), slots)
+    mass = teacher.sum(1).reshape(*blocks.shape, c.block_size).sum(-1)
+    return indexer_kl_loss(logits, mass, blocks >= 0)
 
 
 def warmup_loss(

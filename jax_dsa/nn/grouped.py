@@ -240,6 +240,7 @@ class GroupedAttention(Module):
         *,
         counts: Int[Array, "B"] | None = None,
         indices: Int[Array, "B T G K"] | Int[Array, "B T K"] | None = None,
+        positions: Int[Array, "B T"] | Int[Array, "3 B T"] | None = None,
     ) -> tuple[Float[Array, "B T M"], GroupedCache, Blocks | None]:
         """Computes `__call__` for each request's next T tokens, or only the first `counts` of them.
 
@@ -253,6 +254,8 @@ class GroupedAttention(Module):
             counts: How many of the T tokens each request has, int32, clipped to 0..T; the others
                 are padding, which no token sees. Default: all.
             indices: Blocks to attend to, int32. By default the indexer selects them.
+            positions: Positions of the tokens, int32, which only RoPE reads, as in `__call__`. By
+                default each request counts from 0.
 
         Returns:
             The hidden states; the cache with the new tokens in it; the blocks attended to, int32,
@@ -273,11 +276,12 @@ class GroupedAttention(Module):
         lengths = check_grouped_cache(args, "cache", cache, c, self.indexer is not None)
         counts = token_counts(args, counts, length)
         step = jnp.arange(length, dtype=jnp.int32)
-        positions = lengths[:, None] + step
-        ends = positions + 1
+        places = lengths[:, None] + step
+        ends = places + 1
         if counts is not None:
             ends = jnp.where(step < counts[:, None], ends, 0)
-        q, k, v = self._project(x, positions)
+        rotary = places if positions is None else self._positions(args, x, positions, None)[0]
+        q, k, v = self._project(x, rotary)
         cache = cache.append(k, v, counts)
         # The operators place query t at `lengths - T + t`, with padding, too.
         keys, values = (
@@ -288,21 +292,21 @@ class GroupedAttention(Module):
             out = mqa_decode(q, keys, of_pages, scale=c.scale)
             return self._decoded(x, out, counts, None), cache, None
         is_valid = None
-        if self.indexer is not None and cache.open_pool is not None:
+        if self.indexer is not None and cache.open_block is not None:
             # Tokens that lack a page do not count. They come again.
             held = cache.lengths.astype(jnp.int32) - lengths
-            index_k, numbers, pool, is_valid = self.indexer.extend(
-                cache.open_pool, x, lengths, held
+            index_k, numbers, state, is_valid = self.indexer.extend(
+                cache.open_block, x, rotary, lengths, held
             )
-            cache = cache.with_index_keys(index_k, numbers)._replace(open_pool=pool)
+            cache = cache.with_index_keys(index_k, numbers)._replace(open_block=state)
         elif self.indexer is not None:
-            index_k = self.indexer.keys(self.indexer.raw_keys(x), positions, None)
-            cache = cache.with_index_keys(index_k, jnp.where(ends > 0, positions, -1))
+            index_k = self.indexer.keys(self.indexer.raw_keys(x), rotary, None)
+            cache = cache.with_index_keys(index_k, jnp.where(ends > 0, places, -1))
         if indices is not None:
             indices = selectable(c, indices, jnp.zeros_like(ends), ends)
         else:
             assert self.indexer is not None
-            index_q = self.indexer.queries(x, positions)
+            index_q = self.indexer.queries(x, rotary)
             indices, _ = select(c, index_q, cache.index_keys, None, ends)
         out = sparse_attention_decode(
             *(q, keys, values, indices),
@@ -331,7 +335,7 @@ class GroupedAttention(Module):
         if self.config.mrope_sections is not None and getattr(positions, "ndim", 2) == 3:
             in_space = args.array("positions", positions, "3 B T", INT32)
             positions = None
-        rotary, starts, _ = token_positions("GroupedAttention", x, positions, segment_ids)
+        rotary, starts, _ = token_positions(args.op, x, positions, segment_ids)
         return rotary if in_space is None else in_space, starts
 
     def _project(

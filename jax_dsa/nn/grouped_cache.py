@@ -7,13 +7,15 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import jax.numpy as jnp
 
+from jax_dsa.core.checks import INT32
 from jax_dsa.core.export import exportable
 from jax_dsa.core.layout import put_in_pages, put_rows
 from jax_dsa.core.typing import Array, Float, Int
 from jax_dsa.nn.arguments import check_cache, check_presence, check_type
 from jax_dsa.nn.cached_rows import empty_rows
 from jax_dsa.nn.grouped_config import GroupedConfig
-from jax_dsa.nn.open_pool import OpenPool, check_open_pool
+from jax_dsa.nn.grouped_indexer import OpenBlock
+from jax_dsa.nn.open_pool import check_open_pool
 from jax_dsa.ops.cache import FlatCache, PagedCache
 from jax_dsa.ops.cache.lengths import checked_copy
 from jax_dsa.ops.cache.records import checks_of
@@ -32,7 +34,7 @@ class GroupedCache(NamedTuple):
         index_k: The indexer's keys, in the layout of `k`. With "mean" a row per complete block:
             S // block_size of each request, or L // block_size of each page. None without an
             indexer.
-        open_pool: With "mean", the tokens that the key of the next block will be computed from;
+        open_block: With "mean", the tokens that the key of the next block will be computed from;
             else None. If `lengths` are set to a number for which it lacks tokens, the request's
             outputs are NaN until its length is set to 0.
     """
@@ -40,7 +42,7 @@ class GroupedCache(NamedTuple):
     k: FlatCache | PagedCache
     v: FlatCache | PagedCache
     index_k: Float[Array, "B S C"] | Float[Array, "P L C"] | None
-    open_pool: OpenPool | None
+    open_block: OpenBlock | None
 
     @property
     def lengths(self) -> Int[Array, "B"]:
@@ -163,12 +165,11 @@ def empty_grouped(
     if not has_indexer:
         return GroupedCache(k, v, None, None)
     rows, tokens = (k.pages if isinstance(k, PagedCache) else k.data).shape[:2]
-    open_pool = None
+    open_block = None
     if pooled:
-        sizes = batch, c.block_size, c.index_dim, max_rollback
-        open_pool = OpenPool.empty(*sizes, c.dtype, has_gates=False)
+        open_block = OpenBlock.empty(c, batch, max_rollback)
         tokens //= c.block_size
-    return GroupedCache(k, v, jnp.zeros((rows, tokens, c.index_dim), c.dtype), open_pool)
+    return GroupedCache(k, v, jnp.zeros((rows, tokens, c.index_dim), c.dtype), open_block)
 
 
 def check_grouped_cache(
@@ -190,13 +191,15 @@ def check_grouped_cache(
         args.array(f"{name}.{part}.{field}", rows, f"{lead} {c.kv_heads} {c.head_dim}", dtypes)
     pooled = has_indexer and c.indexer == "mean"
     check_presence(args, f"{name}.index_k", cache.index_k, has_indexer)
-    check_presence(args, f"{name}.open_pool", cache.open_pool, pooled)
-    if cache.open_pool is not None:
-        size = c.block_size
+    check_presence(args, f"{name}.open_block", cache.open_block, pooled)
+    if (state := cache.open_block) is not None:
+        size, inner = c.block_size, f"{name}.open_block"
+        check_type(args.op, inner, state, OpenBlock)
         check_open_pool(
-            *(args, f"{name}.open_pool", cache.open_pool, size, c.index_dim, c.dtype),
-            has_gates=False,
+            *(args, f"{inner}.keys", state.keys, size, c.index_dim, c.dtype), has_gates=False
         )
+        axes = 1 if c.mrope_sections is None else 3
+        args.array(f"{inner}.positions", state.positions, f"B R {axes}", INT32)
         args.bind("W", args.sizes[lead[-1]] // size, f"'{name}.k' and block_size")
         lead = f"{lead[0]} W"
     if cache.index_k is not None:

@@ -68,6 +68,10 @@ class GroupedConfig:
             None.
         norm_eps: Epsilon of the layer's norms. Default: 1e-06.
         fp8: Whether projections multiply in FP8 in both passes, as `Fp8Linear`. Default: False.
+        query_chunk: Number of queries that the indexer's loss over selected blocks processes at a
+            time; None means all. The backward pass recomputes each chunk. With "max", the loss of a
+            query has kv_heads top_k block_size numbers, 8192 in MiniMax-M3, in each of several
+            arrays. T must be a multiple of the chunk, or at most as large. Default: None.
         dtype: Dtype of activations, caches and results, whatever the dtype of the layer's input.
             Parameters are float32. Default: float32.
 
@@ -96,6 +100,7 @@ class GroupedConfig:
     mrope_sections: tuple[int, int, int] | None = None
     norm_eps: float = 1e-6
     fp8: bool = False
+    query_chunk: int | None = None
     dtype: Any = jnp.float32
 
     def __post_init__(self) -> None:
@@ -103,6 +108,8 @@ class GroupedConfig:
         args = Args("GroupedConfig", "", np.empty(0), "K")
         for name in _SIZES:
             args.integer(name, getattr(self, name), 1)
+        if self.query_chunk is not None:
+            args.integer("query_chunk", self.query_chunk, 1)
         for name in ("rope_dim", "local_blocks", "sink_blocks"):
             args.integer(name, getattr(self, name), 0)
         args.option("rope_base", self.rope_base, args.real("rope_base", self.rope_base) > 0, "> 0")

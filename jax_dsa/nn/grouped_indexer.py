@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 import jax
 import jax.numpy as jnp
 
 from jax_dsa.core import compat
+from jax_dsa.core.export import exportable
 from jax_dsa.core.typing import Array, Bool, Float, Int
 from jax_dsa.nn.compressor import first_positions
 from jax_dsa.nn.head_norm import RotaryHeadNorm
 from jax_dsa.nn.linear import projection
+from jax_dsa.nn.open_pool import OpenPool
+from jax_dsa.nn.ring import put_in_ring, rows_of_ring_and_new
 from jax_dsa.nn.scopes import Module, scoped
 from jax_dsa.ops.gated_pool import mean_pool
 
@@ -19,7 +22,29 @@ if TYPE_CHECKING:
     from flax import nnx
 
     from jax_dsa.nn.grouped_config import GroupedConfig
-    from jax_dsa.nn.open_pool import OpenPool
+
+
+@exportable
+class OpenBlock(NamedTuple):
+    """The last tokens of some requests, from which the key of the next block will be computed.
+
+    Attributes:
+        keys: Their keys before the mean.
+        positions: Their rotary positions, int32, A = 3 with `mrope_sections` and else 1 for each,
+            in a ring buffer like the keys.
+    """
+
+    keys: OpenPool
+    positions: Int[Array, "B R A"]
+
+    @classmethod
+    def empty(cls, config: GroupedConfig, batch: int, max_rollback: int) -> OpenBlock:
+        """Returns the state of `batch` requests without tokens."""
+        c = config
+        sizes = batch, c.block_size, c.index_dim, max_rollback
+        keys = OpenPool.empty(*sizes, c.dtype, has_gates=False)
+        axes = 1 if c.mrope_sections is None else 3
+        return cls(keys, jnp.zeros((*keys.values.shape[:2], axes), jnp.int32))
 
 
 class GroupedIndexer(Module):
@@ -96,25 +121,35 @@ class GroupedIndexer(Module):
     @scoped
     def extend(
         self,
-        pool: OpenPool,
+        state: OpenBlock,
         x: Float[Array, "B T M"],
+        positions: Int[Array, "B T"] | Int[Array, "3 B T"],
         lengths: Int[Array, "B"],
         counts: Int[Array, "B"],
-    ) -> tuple[Float[Array, "B W C"], Int[Array, "B W"], OpenPool, Bool[Array, "B"]]:
+    ) -> tuple[Float[Array, "B W C"], Int[Array, "B W"], OpenBlock, Bool[Array, "B"]]:
         """Returns the keys of the blocks that each request's next tokens complete, with "mean".
 
         Args:
-            pool: The last tokens before.
+            state: The last tokens before.
             x: Hidden states of the new tokens.
+            positions: Rotary positions of the new tokens, int32.
             lengths: Number of tokens before the new ones in each request, int32.
             counts: Number of new tokens of each request, int32, 0 to T. The rest is padding.
 
         Returns:
-            The keys; the numbers of their blocks, -1 where a block is not complete; `pool` with the
-            new tokens; and for which requests `pool` is valid.
+            The keys; the numbers of their blocks, -1 where a block is not complete; `state` with
+            the new tokens; and for which requests `state` is valid.
         """
-        size = self.config.block_size
-        pool, new = pool.extended(size, self.raw_keys(x), None, lengths, counts)
-        first = jnp.maximum(new.numbers, 0) * size
-        keys = self.k_norm.of_pools(mean_pool(new.values, size), first)
-        return keys, new.numbers, pool, new.is_valid
+        size, ring = self.config.block_size, state.positions
+        pool, new = state.keys.extended(size, self.raw_keys(x), None, lengths, counts)
+        if positions.ndim == 2:
+            places = jnp.broadcast_to(positions[..., None], (*positions.shape, ring.shape[2]))
+        else:
+            places = jnp.moveaxis(positions, 0, -1)
+        number = jnp.arange(new.numbers.shape[1], dtype=jnp.int32)
+        first = (lengths // size * size)[:, None] + number * size
+        of_blocks = jnp.moveaxis(rows_of_ring_and_new(ring, places, first, lengths), -1, 0)
+        of_blocks = of_blocks[0] if ring.shape[2] == 1 else of_blocks
+        keys = self.k_norm.of_pools(mean_pool(new.values, size), of_blocks)
+        state = OpenBlock(pool, put_in_ring(ring, places, lengths, counts))
+        return keys, new.numbers, state, new.is_valid

@@ -17,8 +17,6 @@ from jax_dsa.core.typing import Array, Int
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from jax_dsa.nn.mla import MLAProjections
-
 SELECTION = ("dsa_topk_indices", "dsa_topk_logits")
 """Remat names of an indexer's selection and of the selected logits."""
 CHUNKED = "dsa_chunked"
@@ -33,18 +31,18 @@ class QueryInputs(NamedTuple):
     """The arrays of a chunk of queries. Keys are not among them: every chunk sees all keys.
 
     Attributes:
-        projections: What MLA projects the queries' tokens to.
+        projections: What the layer projects the queries' tokens to; arrays [B, T, ...].
         scoring: `index_q` and `index_weights`, if the layer has an indexer.
         starts: First key that each query sees, int32; None: key 0.
         ends: End of the range of keys that each query sees, int32; None: causal.
         indices: A given selection, int32; None: the indexer selects.
     """
 
-    projections: MLAProjections
+    projections: Any
     scoring: dict[str, Any]
     starts: Int[Array, "B T"] | None
     ends: Int[Array, "B T"] | None
-    indices: Int[Array, "B T K"] | None
+    indices: Int[Array, "B T *G K"] | None
 
 
 def map_query_chunks(
@@ -52,7 +50,8 @@ def map_query_chunks(
     inputs: QueryInputs,
     shape: tuple[int, ...],
     chunk: int | None,
-    stripes: int,
+    stripes: int = 1,
+    op: str = "DSAttention",
 ) -> tuple[Any, ...]:
     """Returns the results of `attend`, which may see only a chunk of the queries at a time.
 
@@ -62,11 +61,13 @@ def map_query_chunks(
     Args:
         attend: Maps the inputs of some queries to a tuple of results. The first is None, or a pair:
             a loss that is the mean over those of these queries that count, and their number. The
-            second is the output. All but the first are arrays [B, T, ...] of these queries.
+            second, if there is one, is the output. All but the first are arrays [B, T, ...] of
+            these queries.
         inputs: The inputs of all queries.
         shape: [B, T, M], the shape of the hidden states.
         chunk: Queries of each stripe that one call of `attend` takes; None: all of them.
         stripes: Number of stripes that the sequence is stored in.
+        op: Name of the layer, for error messages.
 
     Returns:
         The tuple of results for all queries, with the loss in place of the pair.
@@ -81,7 +82,7 @@ def map_query_chunks(
     if length % chunk:
         divided = "T" if stripes == 1 else f"T / {stripes} stripes"
         raise ValueError(
-            f"DSAttention: argument 'x' has shape {list(shape)}, expected {divided} to be a "
+            f"{op}: argument 'x' has shape {list(shape)}, expected {divided} to be a "
             f"multiple of query_chunk = {chunk}, or at most {chunk}"
         )
     if inputs.ends is None:
@@ -91,7 +92,7 @@ def map_query_chunks(
 
     # On Explicit axes, every chunk is sharded like the sequence, so that all devices take part in
     # it. If the axes do not divide a chunk, every device has all of it.
-    rows = jax.typeof(inputs.projections.q_latent).sharding
+    rows = jax.typeof(jax.tree.leaves(inputs.projections)[0]).sharding
 
     def cut(a: jax.Array) -> jax.Array:
         def run(a: jax.Array) -> jax.Array:
@@ -115,9 +116,10 @@ def map_query_chunks(
         return compat.left_to_compiler(run, a, spec)(a)
 
     policy = jax.checkpoint_policies.save_only_these_names(*SELECTION)
-    loss, y, *others = jax.lax.map(jax.checkpoint(attend, policy=policy), jax.tree.map(cut, inputs))
-    y, *others = jax.tree.map(joined, (y, *others))
+    loss, *results = jax.lax.map(jax.checkpoint(attend, policy=policy), jax.tree.map(cut, inputs))
+    results = jax.tree.map(joined, results)
+    results[:1] = [checkpoint_name(y, CHUNKED) for y in results[:1]]
     if loss is not None:
         means, rows = loss
         loss = jnp.sum(means * rows) / jnp.maximum(jnp.sum(rows), 1)
-    return loss, checkpoint_name(y, CHUNKED), *others
+    return loss, *results

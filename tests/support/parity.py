@@ -280,10 +280,20 @@ def causal_bias(length: int, past: int = 0, window: int | None = None) -> Any:
     return bias[None, None].expand(BATCH, 1, -1, -1)
 
 
-def run_hf(kind: str, inputs: Any, *, past: int = 0, cache: Any = None) -> tuple[list, list]:
+def run_hf(
+    kind: str, inputs: Any, *, past: int = 0, cache: Any = None, places: Any = None
+) -> tuple[list, list]:
     """Runs the layers of `transformers`, each on inputs of its own.
 
-    Returns the outputs and the selections of all layers.
+    Args:
+        kind: The model.
+        inputs: Hidden states of each layer.
+        past: Number of tokens in the cache.
+        cache: The cache of all layers.
+        places: Rotary positions of Qwen3.8, [3, B, T], unlike those of a text.
+
+    Returns:
+        The outputs and the selections of all layers.
     """
     config, rotary, layers, _ = stack(kind)
     length = inputs[0].shape[1]
@@ -295,7 +305,8 @@ def run_hf(kind: str, inputs: Any, *, past: int = 0, cache: Any = None) -> tuple
     else:
         # A layer of Qwen3.8 rotates pools that begin in the cache, too.
         rotated = torch.arange(past + length)[None] if kind == "qwen4_exp" else positions
-        rotations = None if rotary is None else rotary(inputs[0], rotated.expand(BATCH, -1))
+        rotated = rotated.expand(BATCH, -1) if places is None else places
+        rotations = None if rotary is None else rotary(inputs[0], rotated)
     pool = getattr(config, "index_kpool", None)
     mask = causal_bias(length, past, WINDOW if compressed else None)
     if pool is not None:  # This layer only takes the mask of padding.

@@ -175,8 +175,49 @@ def decoder_schedule(case: Any, c: Draw, r: Draw) -> None:
             cache = cache.with_page_table(tables.copy())
 
 
+def grouped_schedule(case: Any, c: Draw, r: Draw) -> None:
+    """Appends tokens and padding to flat and paged caches, drops tokens, and begins new requests.
+
+    The padding and the tokens that are dropped are NaN, so that any later read of them shows.
+    """
+    config = LAYERS[c.one("best key", "mean key", "mean key", "grouped")]
+    batch, tokens, most, capacity = c.one(1, 3), c.one(1, 3, 6), c.one(0, 1, 5), 24
+    page = c.one(None, 4, 8)
+    module = layer(c.rng, config)
+    forward = case.compiled(lambda x: module(x)[0], "forward")
+    step = case.compiled(lambda x, cache, counts: module.decode(x, cache, counts=counts), "decode")
+    cache = module.init_cache(batch, capacity, page_size=page, max_rollback=most)
+    if page is not None:
+        table = r.rng.permutation(batch * capacity // page).reshape(batch, -1)
+        cache = cache.with_page_table(table.astype(np.int32))
+    lengths, longest = np.zeros((2, batch), int)
+    kept = np.zeros((batch, capacity, M), f32)
+    for _ in range(STEPS):
+        counts = r.rng.integers(-1, tokens + 2, batch)  # clipped to 0..tokens
+        added = np.clip(counts, 0, tokens)
+        longest = np.maximum(np.where(lengths, longest, 0), lengths + added)
+        # Only the mean limits how far a request may go back.
+        least = np.maximum(longest - most, 0) if config.indexer == "mean" else 0 * longest
+        after = r.rng.integers(least, lengths + added + 1)
+        after[(r.rng.random(batch) < 0.1) | (after > capacity - tokens)] = 0
+        x = r.normal(f32, batch, tokens, M)
+        x[lengths[:, None] + np.arange(tokens) >= after[:, None]] = np.nan
+        y, cache, indices = jax.tree.map(np.asarray, step(x, cache, counts.astype(np.int32)))
+        for b in range(batch):
+            kept[b, lengths[b] : after[b]] = x[b, : max(0, after[b] - lengths[b])]
+        want = np.asarray(forward(np.nan_to_num(kept)))
+        for b in range(batch):
+            here = slice(lengths[b], max(lengths[b], after[b]))
+            assert_matches(y[b, : here.stop - here.start], want[b, here], 1e-3, f"request {b}")
+            assert not y[b, added[b] :].any() and np.isfinite(y[b, added[b] :]).all()
+            assert indices is None or (indices[b, added[b] :] == -1).all()
+        lengths = after
+        cache = cache.with_lengths(lengths.astype(np.int32))
+
+
 PROGRAMS = {
     "compressed_cache": compressed_schedule,
     "pooled_cache": pooled_schedule,
     "decoder_cache": decoder_schedule,
+    "grouped_cache": grouped_schedule,
 }

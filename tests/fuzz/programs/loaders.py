@@ -24,7 +24,7 @@ from fuzz.programs.checkpoints import (
     write,
 )
 from support.published_configs import CONFIGS
-from support.published_layers import COMPRESSED, LAYERS, VARIANT
+from support.published_layers import COMPRESSED, LAYERS, VARIANT, kind_of
 
 from jax_dsa import nn
 from jax_dsa.nn.hf_names import hf_tensors
@@ -48,8 +48,7 @@ ERRORS = (ValueError, TypeError, KeyError, OSError, NotImplementedError)
 def module_of(name: str) -> Any:
     """Returns a layer, which later loads change."""
     config = MODULES[name]
-    kind = nn.DSAttention if isinstance(config, nn.AttentionConfig) else nn.CompressedAttention
-    return kind(config, rngs=nnx.Rngs(0))
+    return kind_of(config)(config, rngs=nnx.Rngs(0))
 
 
 def assert_named(error: Exception, starts: tuple[str, ...], names: list[str]) -> None:
@@ -172,7 +171,8 @@ def configure(case: Any, c: Draw, r: Draw) -> None:
         except Exception as error:
             if not changes and not options:
                 raise
-            starts = "from_hf: ", "AttentionConfig: ", "CompressedConfig: ", "yarn_frequencies: "
+            kinds = "AttentionConfig: ", "CompressedConfig: ", "GroupedConfig: "
+            starts = "from_hf: ", *kinds, "yarn_frequencies: "
             names = [name, "argument '", "field '", "Config: ", *map(str, config)]
             assert_named(error, starts, names)
             return
@@ -182,10 +182,9 @@ def configure(case: Any, c: Draw, r: Draw) -> None:
 def build(r: Draw, layer: Any) -> None:
     """Builds a layer without values; a configuration that was accepted makes one."""
     config = layer.config
-    if r.chance(0.2):
-        compressed = isinstance(config, nn.CompressedConfig)
-        kind = nn.CompressedAttention if compressed else nn.DSAttention
-        more = () if compressed else (layer.indexer_type,)
+    if config is not None and r.chance(0.2):
+        kind = kind_of(config)
+        more = () if kind is nn.CompressedAttention else (layer.indexer_type,)
         nnx.eval_shape(lambda: kind(config, *more, rngs=nnx.Rngs(0)))
 
 
