@@ -76,7 +76,10 @@ HY = dataclasses.replace(
     GLM, model_dim=2816, num_heads=32, q_rank=1536, index_heads=16, sinks=True, gate=True
 )
 MISTRAL = dataclasses.replace(GLM, q_rank=None, nope_dim=64, v_dim=128, log_scaling=True)
-LATENT = {"GLM-5": GLM, "Hy4": HY, "Mistral-Large-4": MISTRAL}
+GLM_FLASH = dataclasses.replace(
+    GLM, model_dim=4096, q_rank=1536, nope_dim=256, rope_dim=0, index_rope_dim=0, index_pool=4
+)
+LATENT = {"GLM-5": GLM, "GLM-5.3-Flash": GLM_FLASH, "Hy4": HY, "Mistral-Large-4": MISTRAL}
 
 # The programs of one group are compiled together before any of them is measured. The most important
 # group comes first.
@@ -153,7 +156,7 @@ class Layer:
     def operations(self, step: str) -> float:
         """Returns the operations that a step needs; a multiply-add counts as two."""
         c, t = self.config, self.tokens
-        sizes = {"main": 0, "indexer": 0}
+        sizes, pool = {"main": 0, "indexer": 0}, 1
         for path, leaf in nnx.to_flat_state(self.shapes):
             owner = "indexer" if path[0] == "indexer" else "main"
             sizes[owner] += leaf.size if len(leaf.shape) > 1 else 0
@@ -165,15 +168,18 @@ class Layer:
             slots = chosen + selected_pairs(t, t, c.window)
         else:
             dims, value = c.kv_rank + c.rope_dim, c.kv_rank
-            visible, chosen = visible_pairs(t, t), selected_pairs(t, t, c.top_k)
-            slots = chosen
+            pool = c.index_pool or 1
+            ends = [(i + 1) // pool for i in range(t)]
+            visible, chosen = sum(ends), sum(min(end, c.selected) for end in ends)
+            tail = visible_pairs(t, t) - pool * visible if c.index_tail else 0
+            slots = pool * chosen + tail
         index = c.index_heads * c.index_dim if sizes["indexer"] else 0
         total = t * (sizes["main"] + sizes["indexer"])
         total += c.num_heads * (dims + value) * slots + index * visible
         if step != "fwd":
             total += t * (2 * sizes["main"] + sizes["indexer"])
             total += c.num_heads * (3 * dims + 2 * value) * slots
-            total += (c.num_heads * dims + 3 * index) * chosen if index else 0
+            total += (c.num_heads * dims * pool + 3 * index) * chosen if index else 0
         return 2.0 * total
 
 

@@ -166,6 +166,12 @@ INTEGERS: dict[str, Callable[[Any], Any]] = {
     "sparse_attention 'block_size'": lambda n: attend_to_blocks(block_size=n),
     "sparse_attention 'local_blocks'": lambda n: attend_to_blocks(is_causal=True, local_blocks=n),
     "attn_dist 'head_group'": lambda n: ATTENTION["attn_dist"](head_group=n),
+    "attn_dist 'block_size'": lambda n: ATTENTION["attn_dist"](block_size=n),
+    "block_tokens 'block_size'": lambda n: jax_dsa.block_tokens(INDICES, n),
+    "dense_indexer_kl_loss 'block_size'": lambda n: ATTENTION["dense_indexer_kl_loss"](
+        block_size=n
+    ),
+    "mean_pool 'ratio'": lambda n: jax_dsa.mean_pool(Q[0], n),
     "mqa_decode 'num_splits'": lambda n: ATTENTION["mqa_decode"](num_splits=n),
     "quantize_fp8 'block'": lambda n: jax_dsa.quantize_fp8(Q, block=n),
     "make_block_mask 'block_q'": lambda n: jax_dsa.make_block_mask(shape=(1, 1, 8, 8), block_q=n),

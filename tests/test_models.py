@@ -186,12 +186,12 @@ def test_warm_up_in_chunks(rng, monkeypatch):
 
 
 @pytest.mark.parametrize("sparse", [True, False])
-def test_no_array_of_queries_times_compressed_keys(sparse):
+@pytest.mark.parametrize("kind", ["selected", "pooled"])
+def test_no_array_of_queries_times_compressed_keys(kind, sparse):
     """Checks a layer's forward and backward pass, with the indexer's loss, in both stages."""
     length = 16384
-    graph, params = nnx.split(
-        nnx.eval_shape(lambda: nn.CompressedAttention(COMPRESSED, rngs=nnx.Rngs(0)))
-    )
+    make = nn.CompressedAttention if kind == "selected" else nn.DSAttention
+    graph, params = nnx.split(nnx.eval_shape(lambda: make(LAYERS[kind], rngs=nnx.Rngs(0))))
 
     def loss(params, x):
         y, aux = nnx.merge(graph, params)(x, sparse=sparse)
@@ -199,7 +199,7 @@ def test_no_array_of_queries_times_compressed_keys(sparse):
 
     x = jax.ShapeDtypeStruct((1, length, M), jnp.float32)
     compiled = jax.jit(jax.grad(loss, (0, 1))).lower(params, x).compile()
-    pairs = length * (length // COMPRESSED.ratio)
+    pairs = length * (length // 4)
     sizes = {
         math.prod(map(int, shape.split(",")))
         for shape in re.findall(r"\w+\[([\d,]+)\]", compiled.as_text())
@@ -353,23 +353,29 @@ def test_decoder_replays_selections(rng):
     assert np.abs(run(tokens, [first, None, None])[0] - want).max() > 1e-3
 
 
+BENCHMARKED = {"tiny": COMPRESSED, "latent": VARIANT, "pooled": LAYERS["pooled"]}
+
+
 @pytest.mark.slow
 def test_benchmark_of_layers(tmp_path, monkeypatch):
     benchmark = load_script("benchmarks/models.py", monkeypatch)
-    monkeypatch.setattr(benchmark, "GROUPS", ({"tiny": COMPRESSED, "latent": VARIANT},))
-    benchmark.main(["--tokens", str(T), "--only", "tiny|latent", "--csv", str(tmp_path / "x.csv")])
+    monkeypatch.setattr(benchmark, "GROUPS", (BENCHMARKED,))
+    benchmark.main(
+        ["--tokens", str(T), "--only", "|".join(BENCHMARKED), "--csv", str(tmp_path / "x.csv")]
+    )
     with (tmp_path / "x.csv").open() as f:
         rows = list(csv.DictReader(f))
     assert [(r["layer"], r["step"]) for r in rows] == [
-        (name, step) for name in ("tiny", "latent") for step in ("fwd", "fwd+bwd")
+        (name, step) for name in BENCHMARKED for step in ("fwd", "fwd+bwd")
     ]
     assert all(float(r["milliseconds"]) > 0 and float(r["gib"]) > 0 for r in rows)
     # For each query: the number of keys that it attends to, and of those that its indexer scores.
     seen = {
         "tiny": [(min(t + 1, 6) + min((t + 1) // 4, 3), (t + 1) // 4) for t in range(T)],
         "latent": [(min(t + 1, 5), t + 1) for t in range(T)],
+        "pooled": [(4 * min((t + 1) // 4, 3) + (t + 1) % 4, (t + 1) // 4) for t in range(T)],
     }
-    pair = {"tiny": 4 * (8 + 8), "latent": 2 * (12 + 8)}
+    pair = {"tiny": 4 * (8 + 8), "latent": 2 * (12 + 8), "pooled": 2 * (8 + 8)}
     for name, config in benchmark.GROUPS[0].items():
         made = benchmark.Layer(config, T)
         weights = sum(x.size for x in jax.tree.leaves(made.shapes) if len(x.shape) > 1)

@@ -249,6 +249,21 @@ def test_tokens_that_lacked_a_page_come_again(rng):
     assert_matches(rest, want[:, 12:], 1e-4)
 
 
+def test_a_request_may_begin_on_pages_of_another_one(rng):
+    """A shared prefix of whole pools needs no token before the pooling."""
+    module, x = layer(rng, POOLED), hidden(rng, 1, T, M)
+    want, _ = module(x)
+    cache = module.init_cache(2, 32, page_size=4)
+    rows = jnp.concatenate([x, jnp.full_like(x, jnp.nan)])
+    _, cache, _ = module.decode(rows, cache, counts=jnp.array([T, 0], jnp.int32))
+    table = np.array(cache.kv.page_table)
+    table[1, :2] = table[0, :2]
+    cache = nn.DecoderCache((cache,)).with_page_table(table).with_lengths(np.array([0, 8]))
+    rest = jnp.broadcast_to(x[:, 8:], (2, T - 8, M))
+    y, _, _ = module.decode(rest, cache.layers[0], counts=jnp.array([0, T - 8], jnp.int32))
+    assert_matches(y[1], want[0, 8:], 1e-4)
+
+
 @pytest.mark.parametrize(
     "changes",
     [

@@ -207,3 +207,14 @@ def test_teachers_of_a_layer(rng: np.random.Generator) -> None:
         attention()(x, return_teacher=1)  # type: ignore[arg-type]
     with pytest.raises(TypeError, match="DecoderConfig: argument 'shared_teacher' is 1"):
         dataclasses.replace(SHARING, shared_teacher=1)  # type: ignore[arg-type]
+
+
+def test_teachers_of_pools(rng: np.random.Generator) -> None:
+    """The teacher of a pool is the sum over its tokens, and the loss is that of the layer."""
+    x, module = hidden(rng), attention(index_pool=2, top_k=6, rope_dim=0, index_rope_dim=0)
+    _, want = module(x)
+    _, aux = module(x, return_teacher=True)
+    assert aux.kl is None and aux.indices is not None
+    assert aux.logits is not None and aux.teacher is not None
+    assert aux.teacher.shape == aux.indices.shape == (B, T, 3)
+    assert_matches(indexer_kl_loss(aux.logits, aux.teacher, aux.indices >= 0), want.kl, 1e-5)

@@ -59,6 +59,12 @@ CASES: dict[str, tuple[Callable, list]] = {
         [ATTENTION[0], ("p, 2, 1, 8", f32), ("b, r", i32), LENGTHS, SLOTS],
     ),
     "attn_dist": (jax_dsa.attn_dist, [*ATTENTION, SLOTS, ("b, t, 4", f32)]),
+    "attn_dist-blocks": (
+        lambda *x: jax_dsa.attn_dist(*x, block_size=4, is_causal=True),
+        [*ATTENTION, SLOTS, ("b, t, 4", f32)],
+    ),
+    "block_tokens": (lambda i: jax_dsa.block_tokens(i, 4), [SLOTS]),
+    "mean_pool": (lambda x: jax_dsa.mean_pool(x, 2), [("b, s, 8", f32)]),
     "indexer_logits": (lambda *x: jax_dsa.indexer_logits(*x, is_causal=True), INDEX),
     "indexer_topk": (lambda *x: jax_dsa.indexer_topk(*x, 3, is_causal=True), INDEX),
     "indexer_topk-candidates": (
@@ -91,6 +97,12 @@ CASES: dict[str, tuple[Callable, list]] = {
         [("b, t, s", f32)] * 2,
     ),
     "dense_indexer_kl_loss": (jax_dsa.dense_indexer_kl_loss, [*INDEX, *ATTENTION]),
+    "dense_indexer_kl_loss-blocks": (
+        lambda index_q, keys, *x: jax_dsa.dense_indexer_kl_loss(
+            index_q, jax_dsa.mean_pool(keys, 2), *x, block_size=2
+        ),
+        [*INDEX, *ATTENTION],
+    ),
     "masked_attention": (
         lambda q, k, v: jax_dsa.masked_attention(
             q, k, v, causal_alignment="bottom_right", local_window_size=(3, 1), return_lse=True
@@ -119,7 +131,7 @@ CASES: dict[str, tuple[Callable, list]] = {
         [ATTENTION[1], LENGTHS, ("b, t, 1, 8", f32)],
     ),
 }
-CONSTANT = ("quantize_fp8", "topk_mask")
+CONSTANT = ("block_tokens", "quantize_fp8", "topk_mask")
 
 
 @pytest.mark.slow

@@ -74,7 +74,8 @@ class DSAttention(Module):
     """DeepSeek sparse attention: MLA over the keys that a lightning indexer selects.
 
     The attribute `indexer` holds the indexer. Its own loss, `aux.kl`, trains its parameters and no
-    others; any other loss has exactly zero gradient for them.
+    others; any other loss has exactly zero gradient for them. With `config.index_pool` the indexer
+    selects pools of tokens, and selections consist of the numbers of pools.
 
     Args:
         config: Sizes and switches of the layer. With `config.shares_keys` the layer attends to

@@ -176,7 +176,8 @@ def dense_indexer_kl_loss(
             [B, S // block_size, C]. Block i of a document that begins at token s has the number
             `s // block_size + i`.
         index_weights: The weights of the indexer's heads, as in `indexer_logits`. They include the
-            scale of the logits, J^-1/2 C^-1/2. Without it, the loss is much too large.
+            scale of the logits, J^-1/2 C^-1/2. Without it, the loss is much too large. None means
+            1.
         q: The main attention's queries; bfloat16, float16 or float32.
         kv: The main attention's keys, in the dtype of `q`; N is a multiple of G.
         block_size: Number b of tokens that share a key of the indexer.

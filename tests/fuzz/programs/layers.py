@@ -11,7 +11,7 @@ import numpy as np
 from fuzz.draw import Draw, f32
 from support.compare import assert_matches
 from support.decoders import CONFIG, DECODER, SHARING, decoder
-from support.published_layers import LAYERS, M, layer
+from support.published_layers import LAYERS, POOLED, M, layer
 
 STEPS = 4
 INT_MAX = 2**31 - 1
@@ -67,12 +67,77 @@ def compressed_schedule(case: Any, c: Draw, r: Draw) -> None:
         cache = cache.with_lengths(lengths.astype(np.int32))
 
 
+def pooled_schedule(case: Any, c: Draw, r: Draw) -> None:
+    """Does what `compressed_schedule` does, for a layer whose indexer selects pools of tokens.
+
+    Outputs after a supported length are right. After another length they are right or NaN, and
+    once they are NaN they stay so until the length is 0.
+    """
+    size, batch, tokens, most, capacity = (
+        c.one(2, 3, 4),
+        c.one(1, 3),
+        c.one(1, 3, 6),
+        c.one(0, 5),
+        24,
+    )
+    config = dataclasses.replace(
+        POOLED, index_pool=size, top_k=size * c.one(1, 3), index_tail=c.one(True, True, False)
+    )
+    module = layer(c.rng, config)
+    forward = case.compiled(lambda x: module(x)[0], "forward")
+    step = case.compiled(lambda x, cache, counts: module.decode(x, cache, counts=counts), "decode")
+    page = c.one(None, size, 2 * size)
+    cache = module.init_cache(batch, capacity, max_rollback=most, page_size=page)
+    lengths, longest = np.zeros((2, batch), int)
+    was_valid, must_be_valid = np.ones((2, batch), bool)
+    kept = np.zeros((batch, capacity, M), f32)
+    for _ in range(STEPS):
+        counts = r.rng.integers(-1, tokens + 2, batch)  # clipped to 0..tokens
+        added = np.clip(counts, 0, tokens)
+        longest = np.maximum(np.where(lengths, longest, 0), lengths + added)
+        end = np.maximum(lengths + added, 0)
+        after = r.rng.integers(np.clip(longest - most, 0, end), end + 1)
+        far = r.rng.integers(0, end + 1) // size * size
+        after = np.where(r.rng.random(batch) < 0.3, far, after)
+        after[(r.rng.random(batch) < 0.1) | (after > capacity - tokens)] = 0
+        x = r.normal(f32, batch, tokens, M)
+        x[lengths[:, None] + np.arange(tokens) >= after[:, None]] = np.nan
+        y, cache, indices = jax.tree.map(np.asarray, step(x, cache, counts.astype(np.int32)))
+        is_valid = cache.open_pool.longest < INT_MAX
+        for b in np.flatnonzero(is_valid):
+            kept[b, lengths[b] : after[b]] = x[b, : max(0, after[b] - lengths[b])]
+        want = np.asarray(forward(np.nan_to_num(kept)))
+        for b in range(batch):
+            if not is_valid[b]:
+                assert not must_be_valid[b], f"request {b} is valid"
+                assert np.isnan(y[b]).all(), f"request {b} is not valid"
+                continue
+            assert was_valid[b] or lengths[b] == 0, f"request {b} stays not valid"
+            here = slice(lengths[b], max(lengths[b], after[b]))
+            assert_matches(y[b, : here.stop - here.start], want[b, here], 1e-3, f"request {b}")
+            assert not y[b, added[b] :].any() and (indices[b, added[b] :] == -1).all()
+        wrong = r.one(-1, *(longest[:1] - most - 1).tolist(), *(longest[:1] + 1).tolist())
+        longest = np.where(after < longest - most, after, longest)
+        onwards = np.maximum(lengths + added, 1)  # what a caller who does not notice goes on from
+        onwards[(onwards > capacity - tokens) | r.chance(0.3)] = 0
+        lengths, was_valid = np.where(is_valid, after, onwards), is_valid
+        must_be_valid = is_valid | (lengths == 0)
+        if r.chance(0.2) and -1 <= wrong < capacity - tokens and wrong % size:
+            lengths[0], must_be_valid[0] = wrong, False
+        cache = cache.with_lengths(lengths.astype(np.int32))
+
+
 def decoder_schedule(case: Any, c: Draw, r: Draw) -> None:
     """Decodes with flat and paged caches: rollbacks, overflows, new requests and new pages."""
     config = c.one(DECODER, SHARING)
-    attention = dataclasses.replace(CONFIG, top_k=c.one(2, CONFIG.top_k))
-    model = decoder(dataclasses.replace(config, attention=attention))
     batch, tokens, capacity, page = c.one(1, 2), c.one(1, 2, 5), 12, c.one(None, 3, 4)
+    attention = dataclasses.replace(CONFIG, top_k=c.one(2, CONFIG.top_k))
+    if c.chance(0.3):
+        size = page or 3
+        attention = dataclasses.replace(
+            CONFIG, index_rope_dim=0, index_pool=size, top_k=size * c.one(1, 2)
+        )
+    model = decoder(dataclasses.replace(config, attention=attention))
     forward = case.compiled(lambda x: model(x)[0], "forward")
     step = case.compiled(lambda x, cache: model.decode(x, cache), "decode")
     cache = model.init_cache(batch, capacity, page_size=page)
@@ -152,6 +217,7 @@ def grouped_schedule(case: Any, c: Draw, r: Draw) -> None:
 
 PROGRAMS = {
     "compressed_cache": compressed_schedule,
+    "pooled_cache": pooled_schedule,
     "decoder_cache": decoder_schedule,
     "grouped_cache": grouped_schedule,
 }
