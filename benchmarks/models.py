@@ -79,6 +79,26 @@ MISTRAL = dataclasses.replace(GLM, q_rank=None, nope_dim=64, v_dim=128, log_scal
 GLM_FLASH = dataclasses.replace(
     GLM, model_dim=4096, q_rank=1536, nope_dim=256, rope_dim=0, index_rope_dim=0, index_pool=4
 )
+# The loss of a query of MiniMax-M3 has 8192 numbers in each of several arrays.
+MINIMAX = nn.GroupedConfig(
+    model_dim=6144,
+    num_heads=64,
+    kv_heads=4,
+    head_dim=128,
+    rope_dim=64,
+    indexer="max",
+    block_size=128,
+    top_k=16,
+    index_heads=4,
+    index_dim=128,
+    query_chunk=4096,
+    dtype=jnp.bfloat16,
+)
+QWEN = dataclasses.replace(
+    MINIMAX,
+    **{"model_dim": 2560, "num_heads": 24, "kv_heads": 2, "head_dim": 256, "gate": True},
+    **{"indexer": "mean", "block_size": 4, "top_k": 512, "query_chunk": None},
+)
 LATENT = {"GLM-5": GLM, "GLM-5.3-Flash": GLM_FLASH, "Hy4": HY, "Mistral-Large-4": MISTRAL}
 
 # The programs of one group are compiled together before any of them is measured. The most important
@@ -94,7 +114,13 @@ GROUPS: tuple[dict[str, Any], ...] = (
         "V4-Flash ratio 128": dataclasses.replace(FLASH, **ALL),
         "V4-Pro ratio 128": dataclasses.replace(PRO, **ALL),
     },
+    {"MiniMax-M3": MINIMAX, "Qwen3.8": QWEN},
 )
+KINDS: dict[type, Any] = {
+    nn.AttentionConfig: nn.DSAttention,
+    nn.CompressedConfig: nn.CompressedAttention,
+    nn.GroupedConfig: nn.GroupedAttention,
+}
 STEPS = "fwd", "fwd+bwd"
 # Heads and slots for which FlashMLA has published figures.
 PEERS = (64, 512), (128, 1024)
@@ -123,8 +149,7 @@ class Layer:
 
     def __init__(self, config: Any, tokens: int) -> None:
         self.config, self.tokens = config, tokens
-        compressed = isinstance(config, nn.CompressedConfig)
-        self.kind = nn.CompressedAttention if compressed else nn.DSAttention
+        self.kind = KINDS[type(config)]
         module = nnx.eval_shape(lambda: self.kind(config, rngs=nnx.Rngs(0)))
         self.graph, self.shapes = nnx.split(module)
         self.x = jax.ShapeDtypeStruct((1, tokens, config.model_dim), config.dtype)
@@ -166,12 +191,22 @@ class Layer:
             visible = sum(ends)
             chosen = visible if c.top_k is None else sum(min(end, c.top_k) for end in ends)
             slots = chosen + selected_pairs(t, t, c.window)
+        elif self.kind is nn.GroupedAttention and c.indexer == "max":
+            dims = value = c.head_dim
+            visible, size = visible_pairs(t, t), c.block_size
+            # The newest block is selected, and it ends with the query's own key.
+            slots = sum(size * min(i // size, c.top_k - 1) + i % size + 1 for i in range(t))
+            chosen = slots
         else:
-            dims, value = c.kv_rank + c.rope_dim, c.kv_rank
-            pool = c.index_pool or 1
+            if self.kind is nn.GroupedAttention:
+                dims, value, pool, selected = c.head_dim, c.head_dim, c.block_size, c.top_k
+            else:
+                dims, value = c.kv_rank + c.rope_dim, c.kv_rank
+                pool, selected = c.index_pool or 1, c.selected
             ends = [(i + 1) // pool for i in range(t)]
-            visible, chosen = sum(ends), sum(min(end, c.selected) for end in ends)
-            tail = visible_pairs(t, t) - pool * visible if c.index_tail else 0
+            visible, chosen = sum(ends), sum(min(end, selected) for end in ends)
+            has_tail = self.kind is nn.GroupedAttention or c.index_tail
+            tail = visible_pairs(t, t) - pool * visible if has_tail else 0
             slots = pool * chosen + tail
         index = c.index_heads * c.index_dim if sizes["indexer"] else 0
         total = t * (sizes["main"] + sizes["indexer"])

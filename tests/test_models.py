@@ -353,7 +353,12 @@ def test_decoder_replays_selections(rng):
     assert np.abs(run(tokens, [first, None, None])[0] - want).max() > 1e-3
 
 
-BENCHMARKED = {"tiny": COMPRESSED, "latent": VARIANT, "pooled": LAYERS["pooled"]}
+BENCHMARKED = {
+    "tiny": COMPRESSED,
+    "latent": VARIANT,
+    "pooled": LAYERS["pooled"],
+    **{x: LAYERS[x] for x in ("best key", "mean key")},
+}
 
 
 @pytest.mark.slow
@@ -374,12 +379,17 @@ def test_benchmark_of_layers(tmp_path, monkeypatch):
         "tiny": [(min(t + 1, 6) + min((t + 1) // 4, 3), (t + 1) // 4) for t in range(T)],
         "latent": [(min(t + 1, 5), t + 1) for t in range(T)],
         "pooled": [(4 * min((t + 1) // 4, 3) + (t + 1) % 4, (t + 1) // 4) for t in range(T)],
+        "best key": [(4 * min(t // 4, 2) + t % 4 + 1, t + 1) for t in range(T)],
     }
+    seen["mean key"] = seen["pooled"]
+    # The numbers that take part in a pair of a query and a key, in attention and in the indexer.
     pair = {"tiny": 4 * (8 + 8), "latent": 2 * (12 + 8), "pooled": 2 * (8 + 8)}
+    pair |= {"best key": 4 * (8 + 8), "mean key": 4 * (8 + 8)}
+    index = dict.fromkeys(pair, 3 * 8) | {"best key": 2 * 6, "mean key": 3 * 6}
     for name, config in benchmark.GROUPS[0].items():
         made = benchmark.Layer(config, T)
         weights = sum(x.size for x in jax.tree.leaves(made.shapes) if len(x.shape) > 1)
-        want = T * weights + sum(pair[name] * n + 3 * 8 * s for n, s in seen[name])
+        want = T * weights + sum(pair[name] * n + index[name] * s for n, s in seen[name])
         assert made.operations("fwd") == 2 * want
         assert made.operations("fwd+bwd") > 2 * made.operations("fwd")
 

@@ -30,6 +30,7 @@ from jax_dsa.nn.linear import projection
 from jax_dsa.nn.positions import token_positions
 from jax_dsa.nn.scopes import Module, scoped
 from jax_dsa.ops.cache import PagedCache
+from jax_dsa.ops.cache.lengths import extended
 from jax_dsa.ops.masked_attention import masked_attention
 from jax_dsa.ops.mqa_decode import mqa_decode
 from jax_dsa.ops.sparse_attention import sparse_attention, sparse_attention_decode
@@ -284,8 +285,9 @@ class GroupedAttention(Module):
         q, k, v = self._project(x, rotary)
         cache = cache.append(k, v, counts)
         # The operators place query t at `lengths - T + t`, with padding, too.
+        ends_of_call = extended(lengths, length)
         keys, values = (
-            dataclasses.replace(rows, lengths=lengths + length) for rows in (cache.k, cache.v)
+            dataclasses.replace(rows, lengths=ends_of_call) for rows in (cache.k, cache.v)
         )
         if c.indexer is None:
             of_pages = values.pages if isinstance(values, PagedCache) else values.data
