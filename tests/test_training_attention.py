@@ -11,7 +11,7 @@ import pytest
 from support.compare import assert_matches
 from support.marks import slow
 from support.training import (
-    ATTENTION,
+    ATTENTIONS,
     CONFIG,
     STAGES,
     all_equal,
@@ -22,30 +22,14 @@ from support.training import (
     tokens,
 )
 
-from jax_dsa import nn, training
+from jax_dsa import training
 from jax_dsa.training.data import Batches
 from jax_dsa.training.mesh import make_mesh
 from jax_dsa.training.selections import recency_selection
 from jax_dsa.training.steps import Program
 
-GROUPED = nn.GroupedConfig(
-    model_dim=16,
-    num_heads=4,
-    kv_heads=2,
-    head_dim=8,
-    rope_dim=4,
-    indexer="max",
-    block_size=4,
-    top_k=2,
-    index_heads=2,
-    index_dim=8,
-)
-ATTENTIONS = {
-    "pools": dataclasses.replace(ATTENTION, rope_dim=0, index_rope_dim=0, index_pool=2),
-    "blocks": GROUPED,
-    "means": dataclasses.replace(GROUPED, indexer="mean", gate=True),
-}
-kinds = pytest.mark.parametrize("kind", ATTENTIONS)
+OTHERS = tuple(kind for kind in ATTENTIONS if kind != "keys")
+kinds = pytest.mark.parametrize("kind", OTHERS)
 
 
 def config_of(kind, **changes):
@@ -165,7 +149,9 @@ def test_a_step_on_a_mesh_matches_a_step_on_one_device(kind, sizes):
 
 
 def test_a_run_trains_an_indexer():
-    model = dataclasses.replace(CONFIG.model, attention=dataclasses.replace(GROUPED, indexer=None))
+    model = dataclasses.replace(
+        CONFIG.model, attention=dataclasses.replace(ATTENTIONS["blocks"], indexer=None)
+    )
     with pytest.raises(ValueError, match=r"TrainConfig: argument 'model.attention.indexer' is"):
         dataclasses.replace(CONFIG, model=model)
 

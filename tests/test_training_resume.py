@@ -142,16 +142,17 @@ def losses(folder):
 
 
 @pytest.mark.slow
-def test_a_killed_run_resumes(tmp_path):
+@pytest.mark.parametrize("kind", ["keys", "means"])
+def test_a_killed_run_resumes(kind, tmp_path):
     """The process is killed while it writes a checkpoint."""
-    finish(start(tmp_path / "whole"))
-    killed = start(tmp_path / "killed")
+    finish(start(tmp_path / "whole", "--attention", kind))
+    killed = start(tmp_path / "killed", "--attention", kind)
     deadline = time.time() + 300
     while not list((tmp_path / "killed").glob("checkpoints/*tmp*")):
         assert killed.process.poll() is None and time.time() < deadline
     killed.kill()
     assert killed.process.returncode == -signal.SIGKILL
-    finish(start(tmp_path / "killed"))
+    finish(start(tmp_path / "killed", "--attention", kind))
     assert losses(tmp_path / "killed") == losses(tmp_path / "whole")
 
 

@@ -28,6 +28,25 @@ ATTENTION = nn.AttentionConfig(
     index_rope_dim=4,
     top_k=4,
 )
+GROUPED = nn.GroupedConfig(
+    model_dim=16,
+    num_heads=4,
+    kv_heads=2,
+    head_dim=8,
+    rope_dim=4,
+    indexer="max",
+    block_size=4,
+    top_k=2,
+    index_heads=2,
+    index_dim=8,
+)
+# What the indexer selects, and the attention to it.
+ATTENTIONS = {
+    "keys": ATTENTION,
+    "pools": dataclasses.replace(ATTENTION, rope_dim=0, index_rope_dim=0, index_pool=2),
+    "blocks": GROUPED,
+    "means": dataclasses.replace(GROUPED, indexer="mean", gate=True),
+}
 CONFIG = dataclasses.replace(
     training.PRESETS["cpu"](),
     model=nn.DecoderConfig(ATTENTION, vocab=VOCAB, num_layers=1, mlp_dim=16),

@@ -14,6 +14,7 @@ def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("folder", type=pathlib.Path)
     parser.add_argument("--mesh", type=json.loads, default={"data": 1})
+    parser.add_argument("--attention", default="keys")
     parser.add_argument("--address")
     parser.add_argument("--process", type=int)
     args = parser.parse_args()
@@ -26,9 +27,10 @@ def main() -> None:
 
     from jax_dsa.training.mesh import make_mesh
     from jax_dsa.training.trainer import Trainer
-    from support.training import MESH_CONFIG, corpus
+    from support.training import ATTENTIONS, MESH_CONFIG, corpus
 
-    config = dataclasses.replace(MESH_CONFIG, checkpoint_every=2, log_every=1)
+    model = dataclasses.replace(MESH_CONFIG.model, attention=ATTENTIONS[args.attention])
+    config = dataclasses.replace(MESH_CONFIG, model=model, checkpoint_every=2, log_every=1)
     trainer = Trainer(config, corpus(), args.folder, make_mesh(args.mesh))
     assert trainer.run()
     print("finished")
