@@ -191,6 +191,19 @@ def test_a_layer_that_shares_a_selection(rng: np.random.Generator) -> None:
             call(x)
 
 
+@kinds
+def test_a_new_indexer_for_a_dense_layer(kind: str, rng: np.random.Generator) -> None:
+    """With all keys, the layer computes what the dense layer does. Without the flag, it is told."""
+    c, x = KINDS[kind], hidden(rng)
+    dense, made = layer(rng, dataclasses.replace(c, indexer=None)), layer(rng, c)
+    with pytest.raises(KeyError, match="load_hf: .*lacks .*; load the layer of a dense model with"):
+        nn.load_hf(made, nn.save_hf(dense))
+    nn.load_hf(made, nn.save_hf(dense), new_indexer=True)
+    y, aux = made(x, sparse=False)
+    assert_matches(y, dense(x)[0], 1e-5)
+    assert aux.kl > 0 and dense(x, sparse=False)[1].kl is None
+
+
 @pytest.mark.parametrize("kind", ["best key", "mean key", "grouped"])
 def test_a_paged_cache(kind: str, rng: np.random.Generator) -> None:
     """Pages are shuffled, and a request whose pages are missing keeps its tokens for later."""
