@@ -196,7 +196,9 @@ def test_a_new_indexer_for_a_dense_layer(kind: str, rng: np.random.Generator) ->
     """With all keys, the layer computes what the dense layer does. Without the flag, it is told."""
     c, x = KINDS[kind], hidden(rng)
     dense, made = layer(rng, dataclasses.replace(c, indexer=None)), layer(rng, c)
-    with pytest.raises(KeyError, match="load_hf: .*lacks .*; load the layer of a dense model with"):
+    with pytest.raises(
+        KeyError, match=r"load_hf: .*lacks .*; load the layer of a dense model with"
+    ):
         nn.load_hf(made, nn.save_hf(dense))
     nn.load_hf(made, nn.save_hf(dense), new_indexer=True)
     y, aux = made(x, sparse=False)
