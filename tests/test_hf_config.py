@@ -274,7 +274,27 @@ def test_fields_of_glm5_next_with_a_wrong_value():
         (
             "minimax_m3_vl",
             {"rotary_dim": 16},
-            "partial_rotary_factor for 8 of 32 .*rotary_dim = 16",
+            "rotary_dim for 16, rope_parameters.partial_rotary_factor for 8 of 32 elements",
+        ),
+        (
+            "minimax_m3_vl",
+            {"partial_rotary_factor": 0.5},
+            "partial_rotary_factor for 16, rope_parameters.partial_rotary_factor for 8 of 32",
+        ),
+        ("minimax_m3_vl", {"use_gemma_norm": False}, "use_gemma_norm in .* is False, expected one"),
+        ("minimax_m3_vl", {"attention_bias": True}, "attention_bias in .* is True, expected one"),
+        (
+            "minimax_m3_vl",
+            {"layer_types": None, "sparse_attention_config": {"use_sparse_attention": "no"}},
+            "use_sparse_attention in .* is 'no', expected one of",
+        ),
+        (
+            "minimax_m3_vl",
+            {
+                "layer_types": None,
+                "sparse_attention_config": {"sparse_attention_freq": [0, 2, 1, 1]},
+            },
+            r"sparse_attention_freq\[1\] in .* is 2, expected one of",
         ),
         (
             "minimax_m3_vl",

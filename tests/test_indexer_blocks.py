@@ -118,6 +118,25 @@ def test_mean(block_size, dtype, rng):
 
 
 @pytest.mark.parametrize("pooling", ["max", "mean"])
+def test_later_keys_do_not_change_a_selection(pooling, rng):
+    """The last block of a sequence may grow."""
+    q, k, weights = inputs(rng, T=10, S=10)
+    options = {"block_size": 4, "pooling": pooling, "local_blocks": 0, "is_causal": True}
+    whole = indexer_block_topk(q, k, weights, 3, **options)
+    for n in range(1, 10):
+        part = indexer_block_topk(q[:, :n], k[:, :n], weights[:, :n], 3, **options)
+        np.testing.assert_array_equal(part[0], whole[0][:, :n])
+        assert_matches(part[1], whole[1][:, :n], 1e-5)
+
+
+def test_forced_blocks_come_before_an_infinite_logit():
+    logits = jnp.array([[jnp.inf, 0, jnp.nan, 0, 1, 0]])
+    np.testing.assert_array_equal(block_topk(logits, 1, block_size=2), [[2]])
+    np.testing.assert_array_equal(block_topk(logits, 3, block_size=2), [[0, 2, -1]])
+    np.testing.assert_array_equal(block_topk(logits, 1, block_size=2, local_blocks=0), [[0]])
+
+
+@pytest.mark.parametrize("pooling", ["max", "mean"])
 @pytest.mark.parametrize("per_head", [False, True])
 def test_gradients(pooling, per_head, rng):
     """The gradient goes to the best key of a block, or to all keys of its mean."""

@@ -109,3 +109,13 @@ def check_flags(args: Args, config: Any) -> None:
     for field in dataclasses.fields(config):
         if isinstance(field.default, bool):
             args.flag(field.name, getattr(config, field.name))
+
+
+def check_rotation(args: Args, config: Any) -> None:
+    """Raises unless a configuration's `rope_factor` and `rope_frequencies` are finite floats."""
+    args.real("rope_factor", config.rope_factor)
+    if (frequencies := config.rope_frequencies) is not None:
+        known = isinstance(frequencies, tuple)
+        args.option("rope_frequencies", frequencies, known, "a tuple of floats, or None")
+        for frequency in frequencies:
+            args.real("rope_frequencies", frequency)

@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jax_dsa.core.checks import FLOATS, Args
-from jax_dsa.nn.arguments import check_flags
+from jax_dsa.nn.arguments import check_flags, check_rotation
 from jax_dsa.nn.fp4 import BLOCK as FP4_BLOCK
 from jax_dsa.nn.rotary import ROPE_LAYOUTS, RopeLayout
 
@@ -164,6 +164,7 @@ class AttentionConfig:
         args.option("norm_eps", self.norm_eps, args.real("norm_eps", self.norm_eps) >= 0, ">= 0")
         args.dtype("dtype", self.dtype, FLOATS)
         check_flags(args, self)
+        check_rotation(args, self)
         if self.index_rope_dim > self.index_dim:
             raise ValueError(
                 f"AttentionConfig: index_rope_dim is {self.index_rope_dim}, expected at most "

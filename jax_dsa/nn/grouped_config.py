@@ -10,7 +10,7 @@ import numpy as np
 
 from jax_dsa.core.checks import FLOATS, Args
 from jax_dsa.core.typing import Array, Float, Int
-from jax_dsa.nn.arguments import check_flags
+from jax_dsa.nn.arguments import check_flags, check_rotation
 from jax_dsa.nn.rotary import are_sections, rope
 from jax_dsa.ops.sparse_attention.spec import BLOCK_SIZES
 
@@ -125,10 +125,15 @@ class GroupedConfig:
         args.option("rope_dim", self.rope_dim, fits, f"an even number of at most {most}")
         groups, heads = self.kv_heads, self.num_heads
         args.option("num_heads", heads, heads % groups == 0, f"a multiple of kv_heads = {groups}")
+        if self.indexer != "max":
+            for name, default in (("local_blocks", 1), ("sink_blocks", 0)):
+                forced, want = getattr(self, name), f"{default} without indexer='max'"
+                args.option(name, forced, forced == default, want)
         if self.indexer == "max":
             own, want = self.index_heads, f"kv_heads = {groups} with indexer='max'"
             args.option("index_heads", own, own == groups, want)
         pairs = self.rope_dim // 2
+        check_rotation(args, self)
         if (frequencies := self.rope_frequencies) is not None:
             want = f"rope_dim / 2 = {pairs} numbers"
             args.option("rope_frequencies", frequencies, len(frequencies) == pairs, want)

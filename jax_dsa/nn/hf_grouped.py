@@ -30,14 +30,28 @@ def minimax_m3_configs(
         kinds = c.per_layer("layer_types")
     else:
         # 0 marks a dense layer.
-        flags = sparse.get("sparse_attention_freq")
-        used = flags is not None and sparse.optional("use_sparse_attention", True)
-        flags = c.per_layer(f"{published}.sparse_attention_freq", flags if used else [0] * count)
+        flags, used = (
+            sparse.get("sparse_attention_freq"),
+            sparse.optional("use_sparse_attention", 1),
+        )
+        sparse.option("use_sparse_attention", used, (True, False))
+        flags = [0] * count if flags is None or not used else flags
+        flags = c.per_layer(f"{published}.sparse_attention_freq", flags)
+        for i, flag in enumerate(flags):
+            c.option(f"sparse_attention_freq[{i}]", flag, (0, 1))
         kinds = ["minimax_m3_sparse" if flag else dense for flag in flags]
     for i, kind in enumerate(kinds):
         c.option(f"layer_types[{i}]", kind, (dense, "minimax_m3_sparse"))
     kind = sparse.optional("sparse_score_type", "max")
     sparse.option("sparse_score_type", kind, ("max",))
+    # Switches that MiniMax's configurations may have, and their values in these layers.
+    for name, value in {
+        "attention_bias": False,
+        "attention_output_gate": False,
+        "use_gemma_norm": True,
+        "use_qk_norm": True,
+    }.items():
+        c.option(name, c.optional(name, value), (value,))
 
     def size(name: str, flat: str, low: int = 1, default: int | None = None) -> int:
         """Returns a published field, or the one that `transformers` calls `flat`."""
@@ -135,14 +149,14 @@ def _rotary_width(c: Fields, head_dim: int) -> int:
     widths = {}
     if c.get("rotary_dim") is not None:
         widths["rotary_dim"] = c.integer("rotary_dim", 0)
-    for fields in (c, rope_parameters(c)):
+    for place, fields in (("", c), ("rope_parameters.", rope_parameters(c))):
         if fields.get("partial_rotary_factor") is not None:
             factor = fields.number("partial_rotary_factor", most=1)
-            widths["partial_rotary_factor"] = int(head_dim * factor)
+            widths[f"{place}partial_rotary_factor"] = int(head_dim * factor)
     if len(set(widths.values())) > 1:
+        found = ", ".join(f"{name} for {width}" for name, width in widths.items())
         raise ValueError(
-            f"from_hf: {c.name} has partial_rotary_factor for "
-            f"{widths['partial_rotary_factor']} of {head_dim} elements and rotary_dim = "
-            f"{widths['rotary_dim']}, expected the same number of rotary elements"
+            f"from_hf: {c.name} has {found} of {head_dim} elements, expected the same number of "
+            f"rotary elements"
         )
     return next(iter(widths.values()), head_dim)

@@ -188,7 +188,8 @@ def indexer_logits(
             (T == S, and `query_start` is 0). Each run of equal numbers is a document, and a query
             sees only its own document.
         key_stride: Tokens per key, for compressed keys. A causal query at position p sees key i if
-            i < (p + 1) // key_stride. Must be 1 with `segment_ids`.
+            i < (p + 1) // key_stride; without `is_causal` it has no effect. Must be 1 with
+            `segment_ids`.
         relu: Whether to apply the ReLU.
         implementation: None (the CUDA kernel if it supports the call, else XLA), "cuda" or "xla".
 

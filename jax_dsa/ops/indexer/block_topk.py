@@ -99,8 +99,8 @@ def indexer_block_topk(
         per_head: Whether every head selects for itself, by its own scores. `index_weights` must
             then be None. MiniMax-M3 does so, with `relu=False`.
         pooling: "max", or "mean" to score the mean of a block's keys (computed in float32, rounded
-            to their dtype) in place of the keys, as HISA does. Only blocks whose keys are all
-            visible, and forced blocks, are then selected. The mean needs an array or a `FlatCache`,
+            to their dtype) in place of the keys, as HISA does. Only blocks of `block_size` visible
+            keys, and forced blocks, are then selected. The mean needs an array or a `FlatCache`,
             and neither `index_k_scale`, `starts` nor `segment_ids`.
         sink_blocks: Number of first blocks that are forced.
         local_blocks: Number of newest blocks that are forced. The last of them has the last key
@@ -119,8 +119,8 @@ def indexer_block_topk(
     Returns:
         A tuple (indices, logits). Indices are numbers of blocks, [B, T, K], int32; valid ones come
         first, in ascending order, then -1. Logits have shape [B, T, K], float32, and are -inf where
-        the index is -1. A forced block has its own logit; a block that a query sees partly has no
-        mean, so that its logit is -inf with "mean". With `per_head` the shapes are [B, T, J, K].
+        the index is -1. A forced block has its own logit; a block of fewer visible keys has
+        no mean, so that its logit is -inf with "mean". With `per_head` the shapes are [B, T, J, K].
         The logits are differentiable, but not with a `PagedCache`. The gradient of a maximum goes
         to the first key that has it, that of a mean to all keys of the block.
 

@@ -130,7 +130,6 @@ def _visible_means(
     options: BlockOptions, x: BlockOperands
 ) -> tuple[Int[Array, "B T"], Int[Array, "B T"]]:
     """Returns the numbers of blocks whose keys each query sees completely, and at all."""
-    size = x.k.shape[1]
-    block, blocks, _ = _counts(size, options)
-    whole = jnp.where(x.ends >= size, blocks, x.ends // block)
-    return whole, -(-x.ends // block)
+    # A last block of fewer keys is not whole: keys that follow must not change a selection.
+    block = options.blocks.block_size
+    return x.ends // block, -(-x.ends // clipped_block(block, x.k.shape[1]))

@@ -129,7 +129,8 @@ def select_blocks(
     last = jnp.max(jnp.where(seen, number, -1), axis=1, keepdims=True, initial=-1)
     local = number > last - options.local_blocks
     forced = seen & (local | (number < options.sink_blocks))
-    return select(jnp.where(forced, jnp.inf, scores), options.top_k)
+    others = jnp.minimum(scores, jnp.finfo(scores.dtype).max)
+    return select(jnp.where(forced, jnp.inf, others), options.top_k)
 
 
 def values_at(x: Float[Array, "... S"], indices: Int[Array, "... K"]) -> Float[Array, "... K"]:

@@ -91,8 +91,9 @@ def block_topk_row(
     last = max((j for j, is_seen in enumerate(seen) if is_seen), default=-1)
     forced = [j for j, s in enumerate(seen) if s and (j < sink_blocks or j > last - local_blocks)]
     others = [j for j, x in enumerate(scores) if x > -np.inf and j not in forced]
-    # A forced block counts as +inf, which a score may be, too.
-    best = sorted(forced + others, key=lambda j: (-np.inf if j in forced else -scores[j], j))[:k]
+    best = sorted(
+        forced + others, key=lambda j: (j not in forced, 0 if j in forced else -scores[j], j)
+    )[:k]
     return sorted(best) + [-1] * (k - len(best))
 
 
@@ -159,7 +160,7 @@ def mean_block_topk(
     for b in range(batch):
         for t in range(queries):
             firsts = range(0, size, block_size)
-            whole = [min(s + block_size, size) <= ends[b, t] for s in firsts]
+            whole = [s + block_size <= ends[b, t] for s in firsts]
             scores = [float(x) if w else -np.inf for x, w in zip(logits[b, t], whole, strict=True)]
             seen = [s < ends[b, t] for s in firsts]
             indices[b, t] = block_topk_row(scores, seen, k, sink_blocks, local_blocks)
