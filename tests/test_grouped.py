@@ -71,6 +71,7 @@ def test_losses(kind: str, sparse: bool, packed: bool, rng: np.random.Generator)
 
 
 @kinds
+@pytest.mark.slow
 def test_the_loss_in_chunks_of_queries(kind: str, rng: np.random.Generator) -> None:
     """With "mean key", queries without a block do not count, in any chunk."""
     module, x = layer(rng, KINDS[kind]), hidden(rng)[:, :28]

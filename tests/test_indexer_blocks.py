@@ -123,7 +123,7 @@ def test_later_keys_do_not_change_a_selection(pooling, rng):
     q, k, weights = inputs(rng, T=10, S=10)
     options = {"block_size": 4, "pooling": pooling, "local_blocks": 0, "is_causal": True}
     whole = indexer_block_topk(q, k, weights, 3, **options)
-    for n in range(1, 10):
+    for n in (1, 6, 9):
         part = indexer_block_topk(q[:, :n], k[:, :n], weights[:, :n], 3, **options)
         np.testing.assert_array_equal(part[0], whole[0][:, :n])
         assert_matches(part[1], whole[1][:, :n], 1e-5)

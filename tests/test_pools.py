@@ -232,6 +232,7 @@ def test_an_unsupported_length_gives_nan_until_a_new_request(rng):
     assert_matches(y[:3], want[:3], 1e-5)
 
 
+@pytest.mark.slow
 def test_tokens_that_lacked_a_page_come_again(rng):
     """They did not count, so the open pool does not have them."""
     module, x = layer(rng, POOLED), hidden(rng, 1, 30, M)
@@ -249,6 +250,7 @@ def test_tokens_that_lacked_a_page_come_again(rng):
     assert_matches(rest, want[:, 12:], 1e-4)
 
 
+@pytest.mark.slow
 def test_a_request_may_begin_on_pages_of_another_one(rng):
     """A shared prefix of whole pools needs no token before the pooling."""
     module, x = layer(rng, POOLED), hidden(rng, 1, T, M)
@@ -308,6 +310,7 @@ def test_caches_store_one_key_per_pool():
     assert nn.LayerCache.empty(VARIANT, 2, 30).open_pool is None
 
 
+@pytest.mark.slow
 def test_a_decoder_generates_with_pools(rng):
     config = nn.DecoderConfig(
         POOLED, vocab=11, num_layers=3, mlp_dim=24, indexer_types=("full", "shared", "full")

@@ -138,6 +138,7 @@ def test_the_loss_depends_on_every_layer(tokens: jax.Array) -> None:
 
 
 @pytest.mark.parametrize("policy", [slow("full"), slow("selection"), "attention"])
+@pytest.mark.slow
 def test_remat(policy: str, tokens: jax.Array) -> None:
     graph, params = split(SHARED)
 
@@ -151,6 +152,7 @@ def test_remat(policy: str, tokens: jax.Array) -> None:
 
 
 @pytest.mark.parametrize(("chunk", "stripes"), [slow(4, 1), (3, 2)])
+@pytest.mark.slow
 def test_chunks_and_stripes(chunk: int, stripes: int, tokens: jax.Array) -> None:
     chunked = dataclasses.replace(SHARED, attention=dataclasses.replace(CONFIG, query_chunk=chunk))
     (graph, params), (in_chunks, _) = split(SHARED), split(chunked)

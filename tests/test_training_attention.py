@@ -30,6 +30,7 @@ from jax_dsa.training.steps import Program
 
 OTHERS = tuple(kind for kind in ATTENTIONS if kind != "keys")
 kinds = pytest.mark.parametrize("kind", OTHERS)
+one_kind = pytest.mark.parametrize("kind", [slow("pools"), slow("blocks"), "means"])
 
 
 def config_of(kind, **changes):
@@ -37,7 +38,7 @@ def config_of(kind, **changes):
     return dataclasses.replace(CONFIG, model=model, **changes)
 
 
-@kinds
+@one_kind
 def test_each_stage_trains_its_own_parameters(kind):
     program = shared_program(config_of(kind))
     for stage, step in STAGES.items():
@@ -53,7 +54,7 @@ def test_each_stage_trains_its_own_parameters(kind):
 
 
 @pytest.mark.parametrize("sparse", [True, slow(False)])
-@kinds
+@one_kind
 def test_each_loss_has_gradients_only_for_its_own_parameters(kind, sparse):
     program = shared_program(config_of(kind))
     state, batch = program.init(), program.place(tokens())
