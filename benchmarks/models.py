@@ -116,11 +116,6 @@ GROUPS: tuple[dict[str, Any], ...] = (
     },
     {"MiniMax-M3": MINIMAX, "Qwen3.8": QWEN},
 )
-KINDS: dict[type, Any] = {
-    nn.AttentionConfig: nn.DSAttention,
-    nn.CompressedConfig: nn.CompressedAttention,
-    nn.GroupedConfig: nn.GroupedAttention,
-}
 STEPS = "fwd", "fwd+bwd"
 # Heads and slots for which FlashMLA has published figures.
 PEERS = (64, 512), (128, 1024)
@@ -149,8 +144,8 @@ class Layer:
 
     def __init__(self, config: Any, tokens: int) -> None:
         self.config, self.tokens = config, tokens
-        self.kind = KINDS[type(config)]
-        module = nnx.eval_shape(lambda: self.kind(config, rngs=nnx.Rngs(0)))
+        module = nnx.eval_shape(lambda: nn.attention_layer(config, rngs=nnx.Rngs(0)))
+        self.kind = type(module)
         self.graph, self.shapes = nnx.split(module)
         self.x = jax.ShapeDtypeStruct((1, tokens, config.model_dim), config.dtype)
 

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 from flax import nnx
 from support.checkpoints import expanded, quantized, write_safetensors
-from support.published_layers import GROUPED, VARIANT, kind_of
+from support.published_layers import GROUPED, VARIANT
 
 from jax_dsa import nn
 from jax_dsa.nn.hf_names import hf_tensors
@@ -35,7 +35,7 @@ NAME = "q_a_proj.weight"  # 192 x 256
 
 def abstract(config=CONFIG):
     """Returns a layer whose parameters have no values yet."""
-    return nnx.eval_shape(lambda: kind_of(config)(config, rngs=nnx.Rngs(0)))
+    return nnx.eval_shape(lambda: nn.attention_layer(config, rngs=nnx.Rngs(0)))
 
 
 def random_weights(rng, config=CONFIG):

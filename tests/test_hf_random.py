@@ -12,7 +12,7 @@ import pytest
 from flax import nnx
 from support.checkpoints import quantized, write_safetensors
 from support.published_configs import CONFIGS
-from support.published_layers import LAYERS, kind_of
+from support.published_layers import LAYERS
 
 from jax_dsa import nn
 from jax_dsa.nn.hf_fp8 import SCALE_NAMES
@@ -68,7 +68,7 @@ def damaged(rng, arrays):
 def test_random_checkpoints(kind, seed, tmp_path):
     config = LAYERS[kind]
     rng = np.random.default_rng(seed)
-    module = nnx.eval_shape(lambda: kind_of(config)(config, rngs=nnx.Rngs(0)))
+    module = nnx.eval_shape(lambda: nn.attention_layer(config, rngs=nnx.Rngs(0)))
     tensors = list(hf_tensors(module))
     block = BLOCKS[rng.integers(len(BLOCKS))]
     arrays, want = random_checkpoint(rng, tensors, block)

@@ -15,7 +15,6 @@ from jax.sharding import PartitionSpec
 from support.compare import assert_matches
 from support.decoders import CONFIG, DECODER, SHARING
 from support.meshes import MESHES, exchanged, mesh_of, on
-from support.published_layers import kind_of
 
 from jax_dsa import nn
 
@@ -52,7 +51,7 @@ SPECS = {
 
 
 def layer(config: Any) -> nnx.Module:
-    return kind_of(config)(config, rngs=nnx.Rngs(0))
+    return nn.attention_layer(config, rngs=nnx.Rngs(0))
 
 
 FAST = [

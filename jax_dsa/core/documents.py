@@ -2,7 +2,7 @@
 
 Documents are described by numbers [B, T]. Each run of consecutive equal numbers is a document. A
 number may therefore occur again later, as that of padding often does, and means another document
-there. Both functions work on Explicit mesh axes too.
+there. All functions work on Explicit mesh axes too.
 """
 
 from __future__ import annotations
@@ -25,6 +25,23 @@ def document_starts(ids: Int[Array, "B T"]) -> Int[Array, "B T"]:
 def document_ends(ids: Int[Array, "B T"]) -> Int[Array, "B T"]:
     """Returns one past the index of the last token of each token's document."""
     return compat.left_to_compiler(_ends, ids)(ids)
+
+
+def block_range(
+    size: int, starts: Int[Array, "B T"], ends: Int[Array, "B T"]
+) -> tuple[Int[Array, "B T"], Int[Array, "B T"]]:
+    """Returns the half-open range of the whole blocks of tokens before each `ends`.
+
+    Blocks begin with the first token of a document. Block i of a document that begins at token s
+    has the number s // size + i, which is its slot in the result of `gated_pool` and `mean_pool`.
+
+    Args:
+        size: Number of tokens in a block.
+        starts: First token of each query's document, int32.
+        ends: One past the last token that each query sees, int32.
+    """
+    begin = starts // size
+    return begin, begin + (ends - starts) // size
 
 
 @jax.jit

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 import jax
 import jax.numpy as jnp
 
+from jax_dsa.core.documents import block_range
 from jax_dsa.core.rows import block_tokens
 from jax_dsa.core.typing import Array, Float, Int
 from jax_dsa.nn.query_chunks import QueryInputs, map_query_chunks
@@ -87,10 +88,16 @@ def select(
     keys = index_q, index_k, _weights(c, index_q), c.top_k
     if starts is None:
         return indexer_topk(*keys, ends=ends // c.block_size)
-    begin = starts // c.block_size
-    end = begin + (ends - starts) // c.block_size
+    begin, end = block_range(c.block_size, starts, ends)
     slots, logits = indexer_topk(*keys, starts=begin, ends=end)
     return jnp.where(slots < 0, -1, slots - begin[..., None]), logits
+
+
+def slots_of_blocks(
+    c: GroupedConfig, blocks: Int[Array, "B T K"], starts: Int[Array, "B T"]
+) -> Int[Array, "B T K"]:
+    """Returns the slots of blocks in the result of `mean_pool`; the arguments as `selectable`."""
+    return jnp.where(blocks < 0, -1, blocks + (starts // c.block_size)[..., None])
 
 
 def tokens_of_blocks(
@@ -196,7 +203,7 @@ def _loss_by_block(
     assert blocks is not None and some.starts is not None
     if logits is None:
         index_q = some.projections["index_q"]
-        slots = jnp.where(blocks < 0, -1, blocks + (some.starts // c.block_size)[..., None])
+        slots = slots_of_blocks(c, blocks, some.starts)
         logits = indexer_selected_logits(index_q, index_k, _weights(c, index_q), slots)
     mass = teacher.sum(1).reshape(*blocks.shape, c.block_size).sum(-1)
     return indexer_kl_loss(logits, mass, blocks >= 0)

@@ -5,7 +5,6 @@ They are pytrees of arrays, so jit, scan and sharding take them as they are.
 
 from __future__ import annotations
 
-import dataclasses
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import jax
@@ -16,16 +15,17 @@ from jax_dsa.core.export import exportable
 from jax_dsa.core.layout import RECORD_DIM, put_in_pages, put_rows
 from jax_dsa.core.typing import Array, Float, Int
 from jax_dsa.nn.arguments import check_cache, check_presence, check_type
-from jax_dsa.nn.cached_rows import empty_rows
+from jax_dsa.nn.cached_rows import empty_rows, with_lengths, with_page_table
 from jax_dsa.nn.config import AttentionConfig, DecoderConfig
 from jax_dsa.nn.grouped_cache import GroupedCache, check_grouped_cache, empty_grouped
 from jax_dsa.nn.grouped_config import GroupedConfig
 from jax_dsa.nn.open_pool import OpenPool, check_open_pool
 from jax_dsa.ops.cache import FlatCache, PagedCache
-from jax_dsa.ops.cache.lengths import checked_copy
 from jax_dsa.ops.cache.records import RECORDS, checks_of
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
     from jax_dsa.nn.config import IndexerType
     from jax_dsa.nn.indexer import IndexerInputs
 
@@ -128,15 +128,11 @@ class LayerCache(NamedTuple):
 
         A layer that attends to another layer's keys counts no tokens, so its cache stays the same.
         """
-        return self.with_field("LayerCache.with_lengths", "lengths", lengths, "B")
+        return self.with_rows(with_lengths, "LayerCache.with_lengths", lengths)
 
-    def with_field(self, op: str, field: str, x: Any, dims: str) -> LayerCache:
-        """Returns the cache with a copy of `x` as a field of `kv`; `op` is for messages."""
-        if self.kv is None:
-            return self
-        copy = checked_copy(op, field, x, dims, self.lengths)
-        changed: dict[str, Any] = {field: copy}
-        return self._replace(kv=dataclasses.replace(self.kv, **changed))
+    def with_rows(self, change: Callable[..., Any], op: str, x: Any) -> LayerCache:
+        """Returns the cache with `change(op, rows, x)` in place of the rows of `kv`."""
+        return self._replace(kv=change(op, self.kv, x))
 
     def append(
         self,
@@ -302,14 +298,7 @@ class DecoderCache(NamedTuple):
             TypeError: If `page_table` is not an array of integers.
             ValueError: If the cache is flat, or `page_table` has the wrong shape.
         """
-        op = "DecoderCache.with_page_table"
-        for layer in self.layers:
-            rows = layer.k if isinstance(layer, GroupedCache) else layer.kv
-            if not isinstance(rows, PagedCache):
-                raise ValueError(
-                    f"{op}: the cache is flat and has no page table; create it with a page_size"
-                )
-        return self._with_field(op, "page_table", page_table, "B R")
+        return self._with_rows(with_page_table, "DecoderCache.with_page_table", page_table)
 
     def with_lengths(self, lengths: Int[Array, "B"]) -> DecoderCache:
         """Returns the cache with other lengths, the same ones in every layer.
@@ -325,10 +314,10 @@ class DecoderCache(NamedTuple):
             TypeError: If `lengths` is not an integer array.
             ValueError: If `lengths` has the wrong shape.
         """
-        return self._with_field("DecoderCache.with_lengths", "lengths", lengths, "B")
+        return self._with_rows(with_lengths, "DecoderCache.with_lengths", lengths)
 
-    def _with_field(self, *field: Any) -> DecoderCache:
-        layers: Any = tuple(layer.with_field(*field) for layer in self.layers)
+    def _with_rows(self, change: Callable[..., Any], op: str, x: Any) -> DecoderCache:
+        layers: Any = tuple(layer.with_rows(change, op, x) for layer in self.layers)
         return DecoderCache(layers)
 
 

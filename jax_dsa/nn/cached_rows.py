@@ -1,4 +1,4 @@
-"""Empty caches of rows, flat or in pages."""
+"""Caches of rows, flat or in pages, which the caches of layers consist of."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 import jax.numpy as jnp
 
 from jax_dsa.ops.cache import FlatCache, PagedCache
+from jax_dsa.ops.cache.lengths import checked_copy
 
 if TYPE_CHECKING:
     from jax_dsa.core.checks import Args
@@ -54,4 +55,26 @@ def empty_rows(
     if num_pages is not None:
         return cache
     table = jnp.arange(owned, dtype=jnp.int32).reshape(batch, entries)
+    return dataclasses.replace(cache, page_table=table)
+
+
+def with_lengths(op: str, cache: Any, lengths: Any) -> Any:
+    """Returns a cache of rows with a copy of `lengths`; `op` is for messages.
+
+    A layer that attends to another layer's keys has None, and nothing to change.
+    """
+    if cache is None:
+        return None
+    return dataclasses.replace(
+        cache, lengths=checked_copy(op, "lengths", lengths, "B", cache.lengths)
+    )
+
+
+def with_page_table(op: str, cache: Any, page_table: Any) -> Any:
+    """Returns a cache of rows with a copy of `page_table`; raises ValueError unless it is paged."""
+    if not isinstance(cache, PagedCache):
+        raise ValueError(
+            f"{op}: the cache is flat and has no page table; create it with a page_size"
+        )
+    table = checked_copy(op, "page_table", page_table, "B R", cache.lengths)
     return dataclasses.replace(cache, page_table=table)

@@ -20,6 +20,7 @@ from flax import nnx
 
 from jax_dsa.core import compat
 from jax_dsa.core.checks import Args
+from jax_dsa.core.documents import block_range
 from jax_dsa.core.export import exportable
 from jax_dsa.core.streaming import chunk_length, scan_chunks
 from jax_dsa.core.typing import Array, Float, Int
@@ -154,8 +155,7 @@ class CompressedAttention(Module):
             return self._output(out, positions), CompressedAux(None, lse, None)
         # The numbers of a document's blocks begin at first // ratio and end before the next
         # document's numbers.
-        begin = first // c.ratio
-        end = begin + (rows - first + 1) // c.ratio
+        begin, end = block_range(c.ratio, first, rows + 1)
         keys = self.compressor(x, positions, starts)
         index = logits = None
         if self.indexer is not None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import jax.numpy as jnp
@@ -12,15 +11,16 @@ from jax_dsa.core.export import exportable
 from jax_dsa.core.layout import put_in_pages, put_rows
 from jax_dsa.core.typing import Array, Float, Int
 from jax_dsa.nn.arguments import check_cache, check_presence, check_type
-from jax_dsa.nn.cached_rows import empty_rows
+from jax_dsa.nn.cached_rows import empty_rows, with_lengths, with_page_table
 from jax_dsa.nn.grouped_config import GroupedConfig
 from jax_dsa.nn.grouped_indexer import OpenBlock
 from jax_dsa.nn.open_pool import check_open_pool
 from jax_dsa.ops.cache import FlatCache, PagedCache
-from jax_dsa.ops.cache.lengths import checked_copy
 from jax_dsa.ops.cache.records import checks_of
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
     from jax_dsa.core.checks import Args
 
 
@@ -80,7 +80,7 @@ class GroupedCache(NamedTuple):
             TypeError: If `lengths` is not an integer array.
             ValueError: If `lengths` has the wrong shape.
         """
-        return self.with_field("GroupedCache.with_lengths", "lengths", lengths, "B")
+        return self.with_rows(with_lengths, "GroupedCache.with_lengths", lengths)
 
     def with_page_table(self, page_table: Int[Array, "B R"]) -> GroupedCache:
         """Returns the paged cache with another page table.
@@ -93,22 +93,11 @@ class GroupedCache(NamedTuple):
             TypeError: If `page_table` is not an array of integers.
             ValueError: If the cache is flat, or `page_table` has the wrong shape.
         """
-        if not isinstance(self.k, PagedCache):
-            raise ValueError(
-                "GroupedCache.with_page_table: the cache is flat and has no page table; create it "
-                "with a page_size"
-            )
-        op = "GroupedCache.with_page_table"
-        return self.with_field(op, "page_table", page_table, "B R")
+        return self.with_rows(with_page_table, "GroupedCache.with_page_table", page_table)
 
-    def with_field(self, op: str, field: str, x: Any, dims: str) -> GroupedCache:
-        """Returns the cache with copies of `x` as a field of `k` and `v`; `op` is for messages."""
-
-        def changed(cache: Any) -> Any:
-            copy = checked_copy(op, field, x, dims, self.lengths)
-            return dataclasses.replace(cache, **{field: copy})
-
-        return self._replace(k=changed(self.k), v=changed(self.v))
+    def with_rows(self, change: Callable[..., Any], op: str, x: Any) -> GroupedCache:
+        """Returns the cache with `change(op, rows, x)` in place of the rows of `k` and `v`."""
+        return self._replace(k=change(op, self.k, x), v=change(op, self.v, x))
 
     def append(
         self,

@@ -30,10 +30,8 @@ def minimax_m3_configs(
         kinds = c.per_layer("layer_types")
     else:
         # 0 marks a dense layer.
-        flags, used = (
-            sparse.get("sparse_attention_freq"),
-            sparse.optional("use_sparse_attention", 1),
-        )
+        flags = sparse.get("sparse_attention_freq")
+        used = sparse.optional("use_sparse_attention", True)
         sparse.option("use_sparse_attention", used, (True, False))
         flags = [0] * count if flags is None or not used else flags
         flags = c.per_layer(f"{published}.sparse_attention_freq", flags)

@@ -14,26 +14,13 @@ import jax
 import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
 
+from jax_dsa.core.documents import block_range
 from jax_dsa.core.typing import Array, Float, Int
 from jax_dsa.ops.attn_dist import attn_dist
 from jax_dsa.ops.dsa_attention import DSAAux
 from jax_dsa.ops.indexer import indexer_selected_logits, indexer_topk
 from jax_dsa.ops.losses import indexer_kl_loss
 from jax_dsa.ops.sparse_mla import sparse_mla
-
-
-def pool_range(
-    size: int, starts: Int[Array, "B T"], ends: Int[Array, "B T"]
-) -> tuple[Int[Array, "B T"], Int[Array, "B T"]]:
-    """Returns the half-open range of the pools that each query may select.
-
-    Args:
-        size: Tokens of a pool.
-        starts: First token of each query's document, int32.
-        ends: One past each query's own token, int32.
-    """
-    begin = starts // size
-    return begin, begin + (ends - starts) // size
 
 
 def selectable(
@@ -44,10 +31,10 @@ def selectable(
     Args:
         size: Tokens of a pool.
         pools: Numbers of the selected pools, int32.
-        starts: As in `pool_range`.
-        ends: As in `pool_range`.
+        starts: First token of each query's document, int32.
+        ends: One past each query's own token, int32.
     """
-    begin, end = pool_range(size, starts, ends)
+    begin, end = block_range(size, starts, ends)
     return jnp.where((pools >= begin[..., None]) & (pools < end[..., None]), pools, -1)
 
 
@@ -64,8 +51,8 @@ def tokens_attended(
     Args:
         size: Tokens of a pool.
         pools: Numbers of the selected pools, int32, -1 in empty slots.
-        starts: As in `pool_range`.
-        ends: As in `pool_range`.
+        starts: As in `selectable`.
+        ends: As in `selectable`.
         with_tail: Whether the tokens after each query's last complete pool, up to its own, follow
             in `size` - 1 more slots.
     """
@@ -132,7 +119,7 @@ def pooled_attention(
     logits = None
     if indices is None:
         assert top_k is not None
-        begin, end = pool_range(size, starts, ends)
+        begin, end = block_range(size, starts, ends)
         indices, logits = indexer_topk(**inputs, top_k=top_k, starts=begin, ends=end)
     else:
         indices = selectable(size, indices, starts, ends)

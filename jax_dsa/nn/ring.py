@@ -32,9 +32,9 @@ def rows_of_ring_and_new(
     positions: Int[Array, "B n"],
     lengths: Int[Array, "B"],
 ) -> Float[Array, "B n D"]:
-    """Returns the rows of positions, which the ring or the new rows hold.
+    """Returns the rows at some positions, from the ring or from the new rows.
 
-    A position that neither holds gets an arbitrary row.
+    The row of a position that is in neither of them is arbitrary.
 
     Args:
         ring: The last R rows before the new ones.

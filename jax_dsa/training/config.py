@@ -257,60 +257,44 @@ def v32_preset() -> TrainConfig:
     )
 
 
-def _cpu_with(attention: AttentionConfig | GroupedConfig) -> TrainConfig:
-    """Returns the CPU preset with another attention."""
-    config = cpu_preset()
+def _with_attention(config: TrainConfig, attention: AttentionConfig | GroupedConfig) -> TrainConfig:
+    """Returns the same run with another attention."""
     return dataclasses.replace(config, model=dataclasses.replace(config.model, attention=attention))
 
 
 def cpu_pools_preset() -> TrainConfig:
     """Returns the CPU preset with GLM-5.3-Flash's attention: pools of 4 keys, no position."""
-    latent = cpu_preset().model.attention
-    assert isinstance(latent, AttentionConfig)
+    config = cpu_preset()
     own: dict[str, Any] = {"nope_dim": 48, "rope_dim": 0, "index_rope_dim": 0, "index_pool": 4}
-    return _cpu_with(dataclasses.replace(latent, **own))
+    return _with_attention(config, dataclasses.replace(config.model.attention, **own))
 
 
 def cpu_blocks_preset() -> TrainConfig:
     """Returns the CPU preset with MiniMax-M3's attention: blocks of keys for each KV head."""
-    return _cpu_with(
-        GroupedConfig(
-            model_dim=128,
-            num_heads=4,
-            kv_heads=2,
-            head_dim=32,
-            rope_dim=16,
-            indexer="max",
-            block_size=4,
-            top_k=4,
-            index_heads=2,
-            index_dim=32,
-        )
+    attention = GroupedConfig(
+        model_dim=128,
+        num_heads=4,
+        kv_heads=2,
+        head_dim=32,
+        rope_dim=16,
+        indexer="max",
+        block_size=4,
+        top_k=4,
+        index_heads=2,
+        index_dim=32,
     )
+    return _with_attention(cpu_preset(), attention)
 
 
 def cpu_means_preset() -> TrainConfig:
     """Returns the CPU preset with Qwen3.8's attention: means of 4 keys, one list, a gate."""
-    return _cpu_with(
-        GroupedConfig(
-            model_dim=128,
-            num_heads=4,
-            kv_heads=2,
-            head_dim=32,
-            rope_dim=16,
-            indexer="mean",
-            block_size=4,
-            top_k=4,
-            index_heads=4,
-            index_dim=32,
-            gate=True,
-        )
-    )
+    config = cpu_blocks_preset()
+    own: dict[str, Any] = {"indexer": "mean", "index_heads": 4, "gate": True}
+    return _with_attention(config, dataclasses.replace(config.model.attention, **own))
 
 
 def h200_blocks_preset() -> TrainConfig:
     """Returns `h200_preset` with MiniMax-M3's attention: 16 blocks of 128 of up to 8192 keys."""
-    config = h200_preset()
     attention = GroupedConfig(
         model_dim=1024,
         num_heads=16,
@@ -324,7 +308,7 @@ def h200_blocks_preset() -> TrainConfig:
         index_dim=128,
         dtype=jnp.bfloat16,
     )
-    return dataclasses.replace(config, model=dataclasses.replace(config.model, attention=attention))
+    return _with_attention(h200_preset(), attention)
 
 
 PRESETS = {
@@ -340,5 +324,4 @@ PRESETS = {
 
 def in_fp8(config: TrainConfig) -> TrainConfig:
     """Returns the same run with the projections and feed-forward layers in FP8."""
-    attention = dataclasses.replace(config.model.attention, fp8=True)
-    return dataclasses.replace(config, model=dataclasses.replace(config.model, attention=attention))
+    return _with_attention(config, dataclasses.replace(config.model.attention, fp8=True))

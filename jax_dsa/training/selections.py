@@ -11,9 +11,10 @@ from typing import TYPE_CHECKING, Any
 import jax
 import jax.numpy as jnp
 
+from jax_dsa.core.documents import block_range
 from jax_dsa.nn import AttentionConfig, GroupedConfig
-from jax_dsa.nn.blocks import block_count, select, tokens_of_blocks
-from jax_dsa.nn.pools import pool_range, tokens_attended
+from jax_dsa.nn.blocks import block_count, select, slots_of_blocks, tokens_of_blocks
+from jax_dsa.nn.pools import tokens_attended
 from jax_dsa.ops.indexer import indexer_topk
 from jax_dsa.ops.topk import topk
 from jax_dsa.training.metrics import attention_mass, mass_recall, random_indices, recency_indices
@@ -103,7 +104,7 @@ def _selectable(
     """Returns the half-open range of the numbers that each query may select."""
     if isinstance(config, GroupedConfig):
         return jnp.zeros_like(starts), block_count(config, starts, ends)
-    return pool_range(_tokens_per_number(config), starts, ends)
+    return block_range(_tokens_per_number(config), starts, ends)
 
 
 def _tokens(
@@ -122,7 +123,7 @@ def _tokens(
         return tokens_attended(size, selection, starts, ends, with_tail=config.index_tail)
     if config.indexer == "max":
         return tokens_of_blocks(config, selection, starts, ends)
-    pools = jnp.where(selection < 0, -1, selection + (starts // size)[..., None])
+    pools = slots_of_blocks(config, selection, starts)
     return tokens_attended(size, pools, starts, ends, with_tail=True)
 
 

@@ -154,7 +154,7 @@ def grouped_scores(module: nn.GroupedAttention, x: Any, positions: Any) -> Any:
 
 
 def tokens_per_key(config: Any) -> int:
-    """Returns how many tokens each key that a layer's indexer scores stands for."""
+    """Returns the number of tokens per key of a layer's indexer."""
     return getattr(config, "ratio", None) or getattr(config, "index_pool", None) or 1
 
 

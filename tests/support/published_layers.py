@@ -97,19 +97,9 @@ def hidden(rng, *shape):
     return jnp.asarray(rng.normal(size=shape or (B, T, M)), jnp.float32)
 
 
-def kind_of(config):
-    """Returns the class of the layers of a configuration."""
-    kinds = {
-        nn.AttentionConfig: nn.DSAttention,
-        nn.CompressedConfig: nn.CompressedAttention,
-        nn.GroupedConfig: nn.GroupedAttention,
-    }
-    return kinds[type(config)]
-
-
 def layer(rng, config):
     """Returns a layer with random parameters, unlike those of an initialiser."""
-    module = kind_of(config)(config, rngs=nnx.Rngs(0))
+    module = nn.attention_layer(config, rngs=nnx.Rngs(0))
     params = nnx.to_pure_dict(nnx.state(module, nnx.Param))
     nnx.update(
         module,

@@ -12,6 +12,7 @@ import jax
 import jax.numpy as jnp
 
 from jax_dsa.core import compat
+from jax_dsa.core.documents import block_range
 from jax_dsa.core.typing import Array, Bool, Float, Int
 from jax_dsa.ops.indexer import spec as indexer
 from jax_dsa.ops.indexer.xla import (
@@ -61,8 +62,7 @@ def dense_indexer_kl_loss_fwd(options: DenseOptions, x: DenseOperands) -> DenseR
         teacher = _attention(q, kv, options.scale, mask)
         if block > 1:
             teacher = _by_block(teacher, starts, block, index_size)
-            first = starts // block
-            mask = visible(first, first + (ends - starts) // block, index_size)
+            mask = visible(*block_range(block, starts, ends), index_size)
         x = scores(index_q, index_k)
         logits = combine(index_options, x, weights, k_scale, mask)
         kl, counts, g = _kl(logits, teacher, mask)

@@ -24,7 +24,7 @@ from fuzz.programs.checkpoints import (
     write,
 )
 from support.published_configs import CONFIGS
-from support.published_layers import COMPRESSED, LAYERS, VARIANT, kind_of
+from support.published_layers import COMPRESSED, LAYERS, VARIANT
 
 from jax_dsa import nn
 from jax_dsa.nn.hf_names import hf_tensors
@@ -48,7 +48,7 @@ ERRORS = (ValueError, TypeError, KeyError, OSError, NotImplementedError)
 def module_of(name: str) -> Any:
     """Returns a layer, which later loads change."""
     config = MODULES[name]
-    return kind_of(config)(config, rngs=nnx.Rngs(0))
+    return nn.attention_layer(config, rngs=nnx.Rngs(0))
 
 
 def assert_named(error: Exception, starts: tuple[str, ...], names: list[str]) -> None:
@@ -183,9 +183,7 @@ def build(r: Draw, layer: Any) -> None:
     """Builds a layer without values; a configuration that was accepted makes one."""
     config = layer.config
     if config is not None and r.chance(0.2):
-        kind = kind_of(config)
-        more = () if kind is nn.CompressedAttention else (layer.indexer_type,)
-        nnx.eval_shape(lambda: kind(config, *more, rngs=nnx.Rngs(0)))
+        nnx.eval_shape(lambda: nn.attention_layer(config, layer.indexer_type, rngs=nnx.Rngs(0)))
 
 
 PROGRAMS = {"load_hf": load, "from_hf": configure}

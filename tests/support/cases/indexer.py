@@ -81,27 +81,34 @@ def select_means(q, k, weights):
     return indexer_block_topk(q, k, weights, 2, block_size=3, pooling="mean", local_blocks=0)
 
 
+# How the arguments of `make_args`, `make_ranged_args` and `make_paged_args` may be sharded.
+PLAIN = {
+    "batch": (P("x"),) * 3,
+    "query": (P(None, "x"), P(), P(None, "x")),
+    "keys": (P(None, "x"),) * 3,
+}
+RANGED = {
+    "batch": (P("x"),) * 6,
+    "query": (P(None, "x"), P(), P(None, "x"), P(), P(None, "x"), P(None, "x")),
+}
+PAGED = {
+    "batch": (P("x"), P(), P("x"), P(), P("x"), P("x")),
+    "query": (P(None, "x"), P(), P(None, "x"), P(), P(), P()),
+}
 CASES = [
     TransformCase(
         "indexer_logits",
         logits,
         make_ranged_args,
         (0, 1, 2, 3),
-        {
-            "batch": (P("x"),) * 6,
-            "query": (P(None, "x"), P(), P(None, "x"), P(), P(None, "x"), P(None, "x")),
-        },
+        RANGED,
     ),
     TransformCase(
         "indexer_topk",
         select,
         make_args,
         (0, 1, 2),
-        {
-            "batch": (P("x"),) * 3,
-            "query": (P(None, "x"), P(), P(None, "x")),
-            "keys": (P(None, "x"),) * 3,
-        },
+        PLAIN,
         {"keys": {(B, S, C)}},
     ),
     TransformCase(
@@ -109,10 +116,7 @@ CASES = [
         select_from_pages,
         make_paged_args,
         (),
-        {
-            "batch": (P("x"), P(), P("x"), P(), P("x"), P("x")),
-            "query": (P(None, "x"), P(), P(None, "x"), P(), P(), P()),
-        },
+        PAGED,
     ),
     TransformCase(
         "indexer_topk-candidates",
@@ -126,10 +130,7 @@ CASES = [
         select_blocks,
         make_ranged_args,
         (0, 1, 2, 3),
-        {
-            "batch": (P("x"),) * 6,
-            "query": (P(None, "x"), P(), P(None, "x"), P(), P(None, "x"), P(None, "x")),
-        },
+        RANGED,
     ),
     TransformCase(
         "indexer_block_topk-head",
@@ -149,11 +150,7 @@ CASES = [
         select_means,
         make_args,
         (0, 1, 2),
-        {
-            "batch": (P("x"),) * 3,
-            "query": (P(None, "x"), P(), P(None, "x")),
-            "keys": (P(None, "x"),) * 3,
-        },
+        PLAIN,
         {"keys": {(B, S, C)}},
     ),
     TransformCase(
@@ -161,9 +158,6 @@ CASES = [
         select_blocks_from_pages,
         make_paged_args,
         (),
-        {
-            "batch": (P("x"), P(), P("x"), P(), P("x"), P("x")),
-            "query": (P(None, "x"), P(), P(None, "x"), P(), P(), P()),
-        },
+        PAGED,
     ),
 ]
