@@ -3,6 +3,6 @@
 namespace jax_dsa::indexer {
 
 template cudaError_t launch_block_channels<IndexerDType::kBF16>(const BlockMaxParams&, bool,
-                                                               cudaStream_t);
+                                                                cudaStream_t);
 
 }  // namespace jax_dsa::indexer

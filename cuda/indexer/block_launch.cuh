@@ -16,10 +16,10 @@ cudaError_t launch_block_max(BlockMaxParams params, cudaStream_t stream) {
   const bool paged = p.page_table != nullptr;
   const int64_t keys = paged ? int64_t{p.pages} * p.page_size : p.keys;
   CUtensorMap q, k;
-  DSA_RETURN_IF_CUDA_ERROR(encode_tensor_map(
-      &q, kType,
-      tensor_box<3>(Tr::kElementBytes, p.q, {p.channels, rows, p.batch},
-                    {Tr::kRowElements, 64, 1})));
+  DSA_RETURN_IF_CUDA_ERROR(
+      encode_tensor_map(&q, kType,
+                        tensor_box<3>(Tr::kElementBytes, p.q, {p.channels, rows, p.batch},
+                                      {Tr::kRowElements, 64, 1})));
   DSA_RETURN_IF_CUDA_ERROR(encode_tensor_map(
       &k, kType,
       tensor_box<3>(Tr::kElementBytes, p.k, {p.channels, keys, paged ? p.pools : p.batch},

@@ -118,8 +118,7 @@ __device__ void produce(const BlockMaxParams& params, const CUtensorMap& q_map,
           const int key = walk.span.start + tile + part * kTile;
           int row = key;
           if (paged) {
-            const int page =
-                key < p.keys ? __ldg(page_entry(p, walk.batch, key / kTile)) : INT_MAX;
+            const int page = key < p.keys ? __ldg(page_entry(p, walk.batch, key / kTile)) : INT_MAX;
             row = row_in_pool(p, key / kTile, page);
             if (lane == 0) shared.is_mapped[k_at.index][part] = is_mapped_page(p, page);
           }

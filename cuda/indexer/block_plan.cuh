@@ -128,7 +128,8 @@ __device__ void find_block_work(const BlockMaxParams& p, Shared& shared) {
   constexpr int kWarps = Tr::kThreads / 32;
   const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
   const int64_t per_batch = ceil_div(p.in.queries * p.in.heads, int64_t{Tr::kRows});
-  const int64_t work_tiles = p.in.batch * per_batch, per_warp = ceil_div(work_tiles, int64_t{kWarps});
+  const int64_t work_tiles = p.in.batch * per_batch,
+                per_warp = ceil_div(work_tiles, int64_t{kWarps});
   const int64_t first = min(per_warp * warp, work_tiles);
   const int64_t last = min(first + per_warp, work_tiles);
   int64_t own = 0;

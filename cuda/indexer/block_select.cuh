@@ -85,8 +85,7 @@ template <int kWarps, int kVec, int kLists>
 __global__ void __launch_bounds__(32 * kWarps * kLists)
     block_select_kernel(const __grid_constant__ BlockSelectParams p) {
   static_assert(kWarps == 1 || kLists == 1);
-  __shared__ typename Team<kWarps>::Shared shared;
-  Team<kWarps> team = {shared};
+  Team<kWarps> team = {dynamic_shared<typename Team<kWarps>::Shared>()};
   const int lane = threadIdx.x % 32, warp = kWarps == 1 ? 0 : threadIdx.x / 32;
   const int64_t list = int64_t{blockIdx.x} * kLists + (kWarps == 1 ? threadIdx.x / 32 : 0);
   if (list >= p.queries * p.lists) return;
@@ -110,8 +109,8 @@ __global__ void __launch_bounds__(32 * kWarps * kLists)
   for (int v = 0; v < kVec; ++v) {
     const int block = first + 32 * v;
     const bool seen = logits[v] != -INFINITY;
-    order[v] = order_of(logits[v],
-                        seen && (block > last - p.local_blocks || block < p.sink_blocks));
+    order[v] =
+        order_of(logits[v], seen && (block > last - p.local_blocks || block < p.sink_blocks));
     most = max(most, order[v]);
     if (order[v] > 0) least = min(least, order[v]);
     own += order[v] > 0;
@@ -126,8 +125,8 @@ __global__ void __launch_bounds__(32 * kWarps * kLists)
     // At least `wanted` blocks reach `low`, and fewer reach `high`.
     uint32_t low = __reduce_min_sync(~0u, least), high = __reduce_max_sync(~0u, most);
     high = static_cast<uint32_t>(team.largest(static_cast<int>(high ^ 0x80000000u))) ^ 0x80000000u;
-    low = ~(static_cast<uint32_t>(team.largest(static_cast<int>(~low ^ 0x80000000u))) ^
-            0x80000000u);
+    low =
+        ~(static_cast<uint32_t>(team.largest(static_cast<int>(~low ^ 0x80000000u))) ^ 0x80000000u);
     ++high;
     int above = 0;  // how many reach `high`
     bool exact = false;
@@ -192,12 +191,15 @@ __global__ void __launch_bounds__(32 * kWarps * kLists)
 }
 
 // Finds the score of every block of every query. A warp takes one block after the other.
-inline __global__ void __launch_bounds__(256)
+template <int kThreads>
+__global__ void __launch_bounds__(kThreads)
     block_scores_kernel(const __grid_constant__ BlockSelectParams p, const float* logits,
                         BlockScore* scores) {
   const int lane = threadIdx.x % 32;
-  const int64_t warps = int64_t{gridDim.x} * 8, items = p.queries * p.blocks;
-  for (int64_t item = int64_t{blockIdx.x} * 8 + threadIdx.x / 32; item < items; item += warps) {
+  constexpr int kWarps = kThreads / 32;
+  const int64_t warps = int64_t{gridDim.x} * kWarps, items = p.queries * p.blocks;
+  for (int64_t item = int64_t{blockIdx.x} * kWarps + threadIdx.x / 32; item < items;
+       item += warps) {
     const int64_t query = item / p.blocks, block = item - query * p.blocks;
     const Span seen = seen_keys(p.starts, p.ends, query, p.size);
     if (block >= block_count(p, seen)) continue;

@@ -27,8 +27,8 @@ namespace {
 template <int kWarps, int kVec, int kLists>
 cudaError_t launch_select(const BlockSelectParams& p, cudaStream_t stream) {
   const int64_t ctas = ceil_div(p.queries * p.lists, int64_t{kLists});
-  return launch_blocks(block_select_kernel<kWarps, kVec, kLists>, ctas, 32 * kWarps * kLists, 0,
-                       stream, p);
+  return launch_blocks(block_select_kernel<kWarps, kVec, kLists>, ctas, 32 * kWarps * kLists,
+                       sizeof(typename Team<kWarps>::Shared), stream, p);
 }
 
 cudaError_t select_blocks(const BlockSelectParams& p, cudaStream_t stream) {
@@ -69,9 +69,9 @@ cudaError_t score_logits(const IndexerFwdParams& p, const BlockSelectParams& s, 
   DSA_RETURN_IF_CUDA_ERROR(launch_indexer_fwd(p, stream));
   Device device;
   DSA_RETURN_IF_CUDA_ERROR(current_device(&device));
-  const int64_t ctas = std::min(ceil_div(s.queries * s.blocks, int64_t{8}),
-                                int64_t{device.num_sms} * 8);
-  return launch_blocks(block_scores_kernel, ctas, 256, 0, stream, s, p.out, scores);
+  const int64_t ctas =
+      std::min(ceil_div(s.queries * s.blocks, int64_t{8}), int64_t{device.num_sms} * 8);
+  return launch_blocks(block_scores_kernel<256>, ctas, 256, 0, stream, s, p.out, scores);
 }
 
 }  // namespace
@@ -115,9 +115,9 @@ cudaError_t launch_indexer_block_topk(const IndexerBlockTopkParams& p, cudaStrea
         .size = static_cast<int>(all.keys),
     };
     if (all.keys > 0) {
-      DSA_RETURN_IF_CUDA_ERROR(
-          per_head ? indexer::score_rows(chunk, selection, p.scores, stream)
-                   : indexer::score_logits(chunk, selection, p.scores, stream));
+      DSA_RETURN_IF_CUDA_ERROR(per_head
+                                   ? indexer::score_rows(chunk, selection, p.scores, stream)
+                                   : indexer::score_logits(chunk, selection, p.scores, stream));
     }
     return indexer::select_blocks(selection, stream);
   };
