@@ -165,8 +165,8 @@ ffi::Error indexer_block_topk_fwd(cudaStream_t stream, AnyBuffer q, AnyBuffer k,
   const bool paged = present(page_table), per_head = !present(weights);
   const Dims dims = q.dimensions();
   DSA_FFI_RETURN_IF_ERROR(check_rank(kOp, "q", dims, {"B", "T", "G", "J", "C"}));
-  DSA_FFI_RETURN_IF_ERROR(per_head ? check_range(kOp, "J without weights", dims[3], 1, 1)
-                                   : check_range(kOp, "G with weights", dims[2], 1, 1));
+  DSA_FFI_RETURN_IF_ERROR(per_head ? check_one_of(kOp, "J without weights", dims[3], {1})
+                                   : check_one_of(kOp, "G with weights", dims[2], {1}));
   const int64_t flat[] = {dims[0], dims[1], per_head ? dims[2] : dims[3], dims[4]};
   DSA_FFI_RETURN_IF_ERROR(read_operands(kOp, q, Dims(flat, 4), k, k_scale, ends, relu, &p, paged));
   DSA_FFI_RETURN_IF_ERROR(optional_data(kOp, "weights", weights, DataType::F32,
@@ -182,12 +182,13 @@ ffi::Error indexer_block_topk_fwd(cudaStream_t stream, AnyBuffer q, AnyBuffer k,
   DSA_FFI_RETURN_IF_ERROR(
       check_range(kOp, "block_size", block_size, 1, std::max<int64_t>(p.keys, 1)));
   DSA_FFI_RETURN_IF_ERROR(check_range(kOp, "sink_blocks", sink_blocks, 0, INT64_MAX));
-  DSA_FFI_RETURN_IF_ERROR(check_range(kOp, "local_blocks", local_blocks, 0, limits::kInt32Max));
+  DSA_FFI_RETURN_IF_ERROR(check_range(kOp, "local_blocks", local_blocks, 0, INT64_MAX));
   const int64_t blocks = indexer_blocks(p.keys, block_size);
   DSA_FFI_RETURN_IF_ERROR(check_range(kOp, "the number of blocks", blocks, 0, limits::kMaxBlocks));
   if (per_head && paged) {
-    DSA_FFI_RETURN_IF_ERROR(
-        check_range(kOp, "the rank of starts with pages", present(starts) ? 2 : 0, 0, 0));
+    if (present(starts)) {
+      return invalid_argument(kOp, "'starts' is given, expected none with pages without weights");
+    }
     if (blocks > 1) {
       DSA_FFI_RETURN_IF_ERROR(
           check_multiple(kOp, "block_size with pages", block_size, limits::kPageMultiple));
