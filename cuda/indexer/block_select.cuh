@@ -1,10 +1,10 @@
 // Selection of blocks of keys by their scores, and the scores of blocks whose logits are in memory.
 //
-// A team of kWarps warps selects for one list. Every thread holds kVec scores as integers with the
-// same order: forced blocks are above all others, and blocks that cannot be selected are 0. A
-// bisection over these integers finds the k-th largest, with one count per step, and ends early at
-// a value that exactly k blocks reach. Ties go to the first blocks. Prefix sums then give the
-// places of the selected blocks, in ascending order.
+// A thread group of kWarps warps selects for one list. Every thread holds kVec scores as integers
+// with the same order: forced blocks are above all others, and blocks that cannot be selected are
+// 0. A bisection over these integers finds the k-th largest, with one count per step, and ends
+// early at a value that exactly k blocks reach. Ties go to the first blocks. Prefix sums then give
+// the places of the selected blocks, in ascending order.
 #pragma once
 
 #include <climits>
@@ -49,7 +49,7 @@ __device__ __forceinline__ uint32_t order_of(float logit, bool forced) {
 }
 
 template <int kWarps>
-struct Team {
+struct ThreadGroup {
   struct Shared {
     int sums[2][kWarps];
   };
@@ -80,12 +80,12 @@ struct Team {
   }
 };
 
-// kLists teams of kWarps warps per CTA; more than one team only if kWarps is 1.
+// kLists thread groups of kWarps warps per CTA; more than one thread group only if kWarps is 1.
 template <int kWarps, int kVec, int kLists>
 __global__ void __launch_bounds__(32 * kWarps * kLists)
     block_select_kernel(const __grid_constant__ BlockSelectParams p) {
   static_assert(kWarps == 1 || kLists == 1);
-  Team<kWarps> team = {dynamic_shared<typename Team<kWarps>::Shared>()};
+  ThreadGroup<kWarps> group = {dynamic_shared<typename ThreadGroup<kWarps>::Shared>()};
   const int lane = threadIdx.x % 32, warp = kWarps == 1 ? 0 : threadIdx.x / 32;
   const int64_t list = int64_t{blockIdx.x} * kLists + (kWarps == 1 ? threadIdx.x / 32 : 0);
   if (list >= p.queries * p.lists) return;
@@ -101,7 +101,7 @@ __global__ void __launch_bounds__(32 * kWarps * kLists)
     logits[v] = block < count ? __ldg(&scores[block].logit) : -INFINITY;
     if (logits[v] != -INFINITY) last = block;
   }
-  last = team.largest(__reduce_max_sync(~0u, last));
+  last = group.largest(__reduce_max_sync(~0u, last));
   uint32_t order[kVec];
   uint32_t least = UINT_MAX, most = 0;  // of the blocks that can be selected
   int own = 0;
@@ -115,7 +115,7 @@ __global__ void __launch_bounds__(32 * kWarps * kLists)
     if (order[v] > 0) least = min(least, order[v]);
     own += order[v] > 0;
   }
-  const int available = team.sum(__reduce_add_sync(~0u, own)).y;
+  const int available = group.sum(__reduce_add_sync(~0u, own)).y;
   const int wanted = static_cast<int>(min(p.k, static_cast<int64_t>(available)));
 
   // Blocks above `cut` are selected, and the first `ties` of those that equal it.
@@ -124,9 +124,9 @@ __global__ void __launch_bounds__(32 * kWarps * kLists)
   if (wanted < available && wanted > 0) {
     // At least `wanted` blocks reach `low`, and fewer reach `high`.
     uint32_t low = __reduce_min_sync(~0u, least), high = __reduce_max_sync(~0u, most);
-    high = static_cast<uint32_t>(team.largest(static_cast<int>(high ^ 0x80000000u))) ^ 0x80000000u;
+    high = static_cast<uint32_t>(group.largest(static_cast<int>(high ^ 0x80000000u))) ^ 0x80000000u;
     low =
-        ~(static_cast<uint32_t>(team.largest(static_cast<int>(~low ^ 0x80000000u))) ^ 0x80000000u);
+        ~(static_cast<uint32_t>(group.largest(static_cast<int>(~low ^ 0x80000000u))) ^ 0x80000000u);
     ++high;
     int above = 0;  // how many reach `high`
     bool exact = false;
@@ -136,7 +136,7 @@ __global__ void __launch_bounds__(32 * kWarps * kLists)
       int reached = 0;
 #pragma unroll
       for (int v = 0; v < kVec; ++v) reached += order[v] >= middle;
-      reached = team.sum(__reduce_add_sync(~0u, reached)).y;
+      reached = group.sum(__reduce_add_sync(~0u, reached)).y;
       exact = reached == wanted;
       if (reached >= wanted) {
         low = middle;
@@ -162,8 +162,8 @@ __global__ void __launch_bounds__(32 * kWarps * kLists)
     own_above = __reduce_add_sync(~0u, own_above);
     own_tied = __reduce_add_sync(~0u, own_tied);
   }
-  int tied = team.sum(own_tied).x;
-  int place = team.sum(own_above).x + min(tied, ties);
+  int tied = group.sum(own_tied).x;
+  int place = group.sum(own_above).x + min(tied, ties);
   const int64_t out = list * p.k;
   const unsigned lower = (1u << lane) - 1;
 #pragma unroll

@@ -28,7 +28,7 @@ template <int kWarps, int kVec, int kLists>
 cudaError_t launch_select(const BlockSelectParams& p, cudaStream_t stream) {
   const int64_t ctas = ceil_div(p.queries * p.lists, int64_t{kLists});
   return launch_blocks(block_select_kernel<kWarps, kVec, kLists>, ctas, 32 * kWarps * kLists,
-                       sizeof(typename Team<kWarps>::Shared), stream, p);
+                       sizeof(typename ThreadGroup<kWarps>::Shared), stream, p);
 }
 
 cudaError_t select_blocks(const BlockSelectParams& p, cudaStream_t stream) {
