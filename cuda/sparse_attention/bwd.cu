@@ -78,8 +78,8 @@ cudaError_t launch_dq(const SparseAttentionBwdParams& params, const BwdWorkspace
   DSA_RETURN_IF_CUDA_ERROR(encode_keys(&k_map, p, p.k, p.dim, box));
   DSA_RETURN_IF_CUDA_ERROR(encode_keys(&v_map, p, p.v, p.value_dim, box));
   return launch_persistent<masked_attention::Shared<Tr>>(
-      dq_kernel<Tr>, scheduler.work_tiles, masked_attention::kThreads, stream, p, scheduler,
-      w.unions, w.delta, w.dq_tile_counter, q_map, dout_map, k_map, v_map);
+      dq_kernel<Tr>, scheduler.work_tiles, Tr::kThreads, stream, p, scheduler, w.unions, w.delta,
+      w.dq_tile_counter, q_map, dout_map, k_map, v_map);
 }
 
 // Computes dK and dV from the unions and delta.

@@ -24,8 +24,10 @@ inline constexpr int kInverseThreads = 256;
 inline constexpr int kPlanThreads = 1024;
 // About how many CTAs build the lists. Each of them processes a chunk of the queries of a KV head.
 inline constexpr int kInverseBlocks = 1024;
-// A key tile whose list is longer than the total divided by this is processed in parts.
-inline constexpr int kParts = 1024;
+// A key tile whose list is longer than the total divided by kParts is processed in parts. Parts of
+// a list wait for each other. Where the key tiles alone keep the GPU busy, only lists that are
+// longer than the total divided by kPartsOfManyTiles are broken up.
+inline constexpr int kParts = 1024, kPartsOfManyTiles = 256;
 inline constexpr int kMinPartSteps = 8;  // a part has at least this many steps
 
 // Where the lists of all key tiles are, and how they are divided among CTAs. Filled on the GPU.
@@ -242,8 +244,9 @@ __global__ void __launch_bounds__(kPlanThreads)
                                  inverse.starts[tile] = before;
                                  for (int i = 0; i < 8; ++i) inverse.parts_added[tile * 8 + i] = 0;
                                });
-  const int64_t steps = max(ceil_div(ceil_div(entries, int64_t{step_entries}), int64_t{kParts}),
-                            int64_t{kMinPartSteps});
+  const int64_t most_parts = inverse.tiles < kParts ? kParts : kPartsOfManyTiles;
+  const int64_t steps =
+      max(ceil_div(ceil_div(entries, int64_t{step_entries}), most_parts), int64_t{kMinPartSteps});
   const int part_entries = static_cast<int>(steps * step_entries);
   const auto parts = [&](int count) { return max(ceil_div(count, part_entries), 1); };
   const int64_t items = scan([&](int count) { return int64_t{parts(count)}; },

@@ -31,8 +31,9 @@ def sparse_attention(size: Scale) -> Iterator[Case]:
             for lists in ("similar", "random"):
                 yield _case("fwd", dims, lists)
                 yield _case("bwd", dims, lists)
-    for step in ("fwd", "bwd"):
-        yield _case(step, size(T=131072, N=64, G=4, D=128, K=16) | {"b": 128}, "similar")
+    for t in (2048, 4096, 131072):  # with 8192 and 32768: from which length lists pay
+        for step in ("fwd", "bwd"):
+            yield _case(step, size(T=t, N=64, G=4, D=128, K=16) | {"b": 128}, "similar")
     for lists in ("similar", "random"):
         yield _case("fwd", size(T=32768, N=24, G=2, D=256, K=512) | {"b": 4}, lists, tail=True)
 
