@@ -23,7 +23,7 @@ DECODE_FWD = Pass(
     kernel=Kernel(
         cached_cuda.sparse_attention_decode_fwd,
         cached_cuda.supports,
-        limits=f"bfloat16; D=E {either(cached_cuda.DIMS)}; scale > 0",
+        limits=f"bfloat16, caches also in float8_e4m3fn; D=E {either(cached_cuda.DECODE_DIMS)}",
     ),
 )
 DECODE_BWD = Pass("sparse_attention_decode_bwd", cached.sparse_attention_decode_bwd)
