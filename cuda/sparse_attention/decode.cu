@@ -18,6 +18,7 @@ constexpr int kInvariantTiles = 8;
 
 // Returns the logarithm of the number of CTAs that divide the key tiles of a work tile.
 int log_num_splits(const Decode& p, int64_t work_tiles, int64_t ctas_at_once) {
+  if (p.splits > 0) return std::countr_zero(static_cast<unsigned>(p.splits));
   const int key_tiles = ceil_div(p.slots * p.block_size, kTile);
   int best = 0;
   int64_t least = INT64_MAX;
@@ -46,8 +47,8 @@ cudaError_t launch_rows(Decode p, cudaStream_t stream) {
   p.row_tiles = ceil_div(p.per_group, kN);
   const int64_t work_tiles = p.batch * p.queries * p.groups * p.row_tiles;
   p.log_splits = log_num_splits(p, work_tiles, kDecodeCtasPerSm * device.num_sms);
-  if (work_tiles * p.splits() > INT_MAX) return cudaErrorInvalidValue;
-  return launch_clusters(decode_kernel<Tr, kFp8>, work_tiles, p.splits(), kDecodeThreads,
+  if (work_tiles * p.num_splits() > INT_MAX) return cudaErrorInvalidValue;
+  return launch_clusters(decode_kernel<Tr, kFp8>, work_tiles, p.num_splits(), kDecodeThreads,
                          sizeof(Shared), stream, p);
 }
 
@@ -75,6 +76,8 @@ bool valid(const SparseAttentionDecodeParams& p) {
   if (p.block_size < 1 || !std::has_single_bit(static_cast<unsigned>(p.block_size))) return false;
   if (int64_t{p.slots} * p.block_size > INT_MAX - 4 * kTile) return false;
   if (p.batch * p.queries * p.heads > INT_MAX || p.keys > INT_MAX - p.block_size) return false;
+  if (p.splits < 0 || p.splits > kSparseDecodeMaxSplits) return false;
+  if (p.splits > 0 && !std::has_single_bit(static_cast<unsigned>(p.splits))) return false;
   if (!p.fp8 && (p.k_scale || p.v_scale)) return false;
   return p.page_table == nullptr ||
          (p.page_size > 0 && p.pages >= 0 && int64_t{p.pages} * p.page_size <= INT_MAX);

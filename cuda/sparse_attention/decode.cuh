@@ -122,7 +122,7 @@ template <typename Tr, typename Shared>
 __device__ __forceinline__ void combine(const Decode& p, Shared& shared) {
   constexpr int kMax = kSparseDecodeMaxSplits, kE = Tr::kE;
   const DecodeTile tile(p, Tr::kN);
-  const int lane = threadIdx.x % 32, rank = cluster_rank(), splits = p.splits();
+  const int lane = threadIdx.x % 32, rank = cluster_rank(), splits = p.num_splits();
   // A warp has 64 columns of one row at a time, two per lane.
 #pragma unroll 1
   for (int i = threadIdx.x * 2; i < (Tr::kN >> p.log_splits) * kE; i += 2 * 128) {

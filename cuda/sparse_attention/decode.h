@@ -44,6 +44,8 @@ struct SparseAttentionDecodeParams {
   float scale;
   bool fp8;
   bool batch_invariant;  // the division of keys does not depend on the other queries
+  int splits = 0;        // CTAs that divide the keys of a list: 1, 2, 4, 8 or 16; 0 for the number
+                         // that is estimated to be the fastest, or fixed for `batch_invariant`
 };
 
 cudaError_t launch_sparse_attention_decode(const SparseAttentionDecodeParams& params,

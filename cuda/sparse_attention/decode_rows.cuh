@@ -25,7 +25,7 @@ struct Decode : SparseAttentionDecodeParams {
   int log_splits;      // a work tile has 2^log_splits CTAs
   int log_block_size;  // block_size = 2^log_block_size
 
-  __host__ __device__ int splits() const { return 1 << log_splits; }
+  __host__ __device__ int num_splits() const { return 1 << log_splits; }
 };
 
 // The work tile of this CTA's cluster.
@@ -149,7 +149,7 @@ struct TileRange {
 
   __device__ TileRange(const Decode& p, int list_length) {
     const int tiles = ceil_div(list_length << p.log_block_size, kTile);
-    const int split = blockIdx.x & (p.splits() - 1);
+    const int split = blockIdx.x & (p.num_splits() - 1);
     const auto begin = [&](int split) {
       return static_cast<int>(int64_t{tiles} * split >> p.log_splits);
     };

@@ -91,10 +91,11 @@ void run(const Case& c, const emulator::Options& options, int64_t far = 0) {
 }  // namespace
 
 int main(int argc, char** argv) {
-  const auto cases = emulator::cases(
-      argc, argv, kCases,
-      {"blocks of 64, pages of 48", "blocks of 4, 256 dims", "blocks of 1, pools", "80 heads",
-       "invariant", "no slots", "no keys", "fp8", "fp8, pages", "fp8, 256 dims, no factors"});
+  const auto cases =
+      emulator::cases(argc, argv, kCases,
+                      {"blocks of 64, pages of 48", "blocks of 4, 256 dims", "blocks of 1, pools",
+                       "80 heads", "invariant", "16 splits", "no slots", "no keys", "fp8",
+                       "fp8, pages", "fp8, 256 dims, no factors"});
   for (const Case& c : cases) {
     for (const auto& options : emulator::schedules(argc, argv, &c - kCases)) run(c, options);
   }

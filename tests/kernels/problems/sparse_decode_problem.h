@@ -26,6 +26,7 @@ struct Extras {
   bool poison = false;   // the last key of the first query has a NaN in its values
   bool batch_invariant = false;
   float q_size = 1.f;
+  int splits = 0;
 };
 
 struct Case {
@@ -231,6 +232,7 @@ inline jax_dsa::SparseAttentionDecodeParams shapes(const Problem& x) {
   p.page_slots = c.with.page_size > 0 ? c.keys / c.with.page_size : 0;
   p.sinks_stride = c.with.sinks == 2 ? c.heads : 0;
   p.scale = x.scale, p.fp8 = c.with.fp8, p.batch_invariant = c.with.batch_invariant;
+  p.splits = c.with.splits;
   return p;
 }
 
@@ -245,6 +247,7 @@ inline const Case kCases[] = {
     {"32 heads, 256 dims", 2, 1, 300, 32, 1, 256, 3, 128},
     {"many requests", 12, 2, 130, 2, 1, 64, 4, 16, {.sinks = 1}},
     {"invariant", 5, 1, 1500, 16, 2, 128, 12, 128, {.batch_invariant = true}},
+    {"16 splits", 1, 1, 1100, 16, 1, 128, 20, 64, {.sinks = 1, .splits = 16}},
     {"no slots", 2, 1, 100, 4, 1, 64, 0, 16},
     {"no keys", 2, 2, 0, 4, 1, 64, 3, 16},
     {"fp8", 1, 1, 1000, 64, 4, 128, 6, 128, {.fp8 = true, .factors = true, .full = true}},
@@ -279,6 +282,7 @@ inline const Case kCases[] = {
      4,
      64,
      {.page_size = 100, .fp8 = true, .factors = true}},
+    {"fp8, 16 splits, 32 heads", 1, 1, 900, 20, 1, 64, 40, 32, {.fp8 = true, .splits = 16}},
     {"fp8, invariant",
      4,
      1,
