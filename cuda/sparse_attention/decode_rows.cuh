@@ -332,22 +332,22 @@ __device__ __forceinline__ void produce_fp8_tiles(const Decode& p, const DecodeT
         valid_at.advance();
       }
       const uint32_t to = at.index * kBlockBytes;
+      uint32_t codes[2][4];
 #pragma unroll
       for (int i = 0; i < 2; ++i) {
-        uint32_t codes[4];
-        load_shared_16(smem_address(stage.codes[block][i][thread]), codes);
+        load_shared_16(smem_address(stage.codes[block][i][thread]), codes[i]);
+      }
+#pragma unroll
+      for (int i = 0; i < 4; ++i) {  // eight codes of half i / 2
+        uint32_t y[4];
 #pragma unroll
         for (int j = 0; j < 2; ++j) {
-          uint32_t y[4];
-#pragma unroll
-          for (int word = 0; word < 2; ++word) {
-            float x[4];
-            unpack_e4m3(codes[j * 2 + word], x);
-            y[word * 2] = pack_bf16(x[0], x[1]);
-            y[word * 2 + 1] = pack_bf16(x[2], x[3]);
-          }
-          store_shared_16(unpacked.chunk[j] + to + i * 4096, y);
+          float x[4];
+          unpack_e4m3(codes[i / 2][i % 2 * 2 + j], x);
+          y[j * 2] = pack_bf16(x[0], x[1]);
+          y[j * 2 + 1] = pack_bf16(x[2], x[3]);
         }
+        store_shared_16(unpacked.chunk[i % 2] + to + i / 2 * 4096, y);
       }
       fence_async_proxy();  // makes ordinary stores visible to wgmma
       mbarrier_arrive(&shared.full[at.index]);
