@@ -52,7 +52,7 @@ STACKS = {
     "Lb1ELb1EEEEEvNS_24MaskedAttentionBwdParams": 48,  # the same with biases
     "masked_attention10fwd_kernel": 40,
     "mqa_decode10few_kernel": 8,
-    "mqa_decode11wide_kernel": 56,
+    "mqa_decode11wide_kernel": 48,
     "sparse_attention10fwd_kernel": 8,
     "sparse_attention12union_kernel": 8,
     "sparse_attention14inverse_kernel": 16,

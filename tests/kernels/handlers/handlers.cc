@@ -479,12 +479,11 @@ void test_attn_dist() {
 }
 
 void test_mqa_decode() {
-  const auto decode = [](Array k, Array v, int64_t dim, DataType type, Array table = kAbsent,
-                         Array cuts = kAbsent) {
+  const auto decode = [](Array k, Array v, int64_t dim, DataType type, Array table = kAbsent) {
     const int64_t value_dim = present(AnyBuffer(v)) ? dim : 512;
     const MqaDecodeWorkspace w = mqa_decode_workspace(mqa_decode_rows(1, 8, 1, dim, false));
     return mqa_decode(nullptr, bf16({2, 1, 8, dim}), k, v, s32({2, 1}), s32({2, 1}), kAbsent, table,
-                      cuts, Array(type, {2, 1, 8, value_dim}), f32({2, 1, 8}), f32({2, 1, 8}),
+                      Array(type, {2, 1, 8, value_dim}), f32({2, 1, 8}), f32({2, 1, 8}),
                       f32({w.rows, value_dim}), f32({w.rows, 2}), s32({w.split_tiles, 2}), 1.f, 1,
                       true);
   };
@@ -495,15 +494,10 @@ void test_mqa_decode() {
   check_true("their stride", launched<MqaDecodeParams>.batch_rows == 0);
   check_true("their output", launched<MqaDecodeParams>.out_float);
   const Array rows = bf16({1, 9, 2, 64});
-  const auto listed = [&](Array table, Array cuts) {
-    return decode(rows, rows, 64, DataType::BF16, table, cuts);
-  };
-  expect("tables of groups", listed(s32({2, 2, 5}), s32({2, 1})));
-  check_true("their tables", launched<MqaDecodeParams>.group_tables);
-  expect("tables of other groups", listed(s32({2, 1, 5}), s32({2, 1})),
-         "mqa_decode: 'page_table' has shape (2, 1, 5), expected (2, 2, 5)");
-  expect("cuts of other requests", listed(s32({2, 2, 5}), s32({1, 1})),
-         "mqa_decode: 'cuts' has shape (1, 1), expected (2, 1)");
+  expect("pages", decode(rows, rows, 64, DataType::BF16, s32({2, 5})));
+  check_true("their number", launched<MqaDecodeParams>.pages == 9);
+  expect("page tables of other requests", decode(rows, rows, 64, DataType::BF16, s32({1, 5})),
+         "mqa_decode: 'page_table' has shape (1, 5), expected (2, 5)");
   expect("96 dimensions", decode(bf16({1, 9, 1, 96}), bf16({1, 9, 1, 96}), 96, DataType::BF16),
          "mqa_decode: D of keys with values is 96, expected 64, 128 or 256");
   expect("integers", decode(bf16({2, 9, 1, 576}), kAbsent, 576, DataType::S32),
