@@ -142,6 +142,11 @@ BY_HAND = {
         BF16: x.B * attention(x.N, x.K * x.b, x.D, x.D),
         COPY: x.B * 2 * (2 * x.G * x.K * x.b * x.D + 2 * x.N * x.D),
     },
+    # Each row has a factor in float32.
+    "sparse_attention_decode fwd fp8": lambda x: {
+        BF16: x.B * attention(x.N, x.K * x.b, x.D, x.D),
+        COPY: x.B * 2 * (x.G * x.K * x.b * (x.D + 4) + 2 * x.N * x.D),
+    },
     "attn_dist fwd bf16": lambda x: {BF16: product(x.N, x.selected, x.D)},
     "indexer fwd fp8": lambda x: {FP8: product(x.J, x.causal, x.C)},
     "indexer fwd bf16": lambda x: {BF16: product(x.J, x.causal, x.C)},

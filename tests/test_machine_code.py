@@ -54,7 +54,7 @@ STACKS = {
     # The same with three MMA warpgroups, which also leave 32 registers to the producer.
     "Li3ELi0ELb1EEEEEvNS_24MaskedAttentionFwdParams": 104,
     "mqa_decode10few_kernel": 8,
-    "mqa_decode11wide_kernel": 56,
+    "mqa_decode11wide_kernel": 48,
     "sparse_attention10fwd_kernel": 8,
     "sparse_attention12union_kernel": 8,
     "sparse_attention14inverse_kernel": 16,

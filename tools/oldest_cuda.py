@@ -82,6 +82,11 @@ KERNELS = {
     "sparse_attention/bwd_rows.cuh": [
         "sparse_attention::delta_kernel<jax_dsa::DType::kBF16>",
     ],
+    "sparse_attention/decode.cuh": [
+        "sparse_attention::decode_kernel<"
+        f"jax_dsa::sparse_attention::DecodeTraits<{dims}, {fp8}>, {fp8}>"
+        for dims, fp8 in (("128, 16", "true"), ("256, 32", "true"), ("256, 32", "false"))
+    ],
     "sparse_attention/fwd.cuh": [
         "sparse_attention::fwd_kernel<"
         "jax_dsa::sparse_attention::FwdTraits<jax_dsa::DType::kBF16, 128, 128>>",

@@ -23,6 +23,7 @@
 #include "ffi/masked_attention_bwd.cc"
 #include "ffi/mqa_decode.cc"
 #include "ffi/sparse_attention.cc"
+#include "ffi/sparse_attention_decode.cc"
 #include "ffi/sparse_mla.cc"
 #include "ffi/sparse_mla_bwd.cc"
 #include "ffi/sparse_mla_decode.cc"
@@ -71,6 +72,7 @@ RECORD(launch_quantize_tiles, QuantizeTilesParams)
 RECORD(launch_quantize_transpose, QuantizeTransposeParams)
 RECORD(launch_scale_rows, ScaleRowsParams)
 RECORD(launch_sparse_attention_bwd, SparseAttentionBwdParams)
+RECORD(launch_sparse_attention_decode, SparseAttentionDecodeParams)
 RECORD(launch_sparse_attention_fwd, SparseAttentionFwdParams)
 RECORD(launch_sparse_mla_bwd, SparseMlaBwdParams)
 RECORD(launch_sparse_mla_decode, SparseMlaDecodeParams)
@@ -354,6 +356,57 @@ void test_sparse_attention() {
   check_true("their stride", launched<SparseAttentionFwdParams>.sinks_stride == 32);
 }
 
+// A call of sparse attention over caches.
+struct CachedBlockLists {
+  Array k = bf16({2, 96, 2, 64}), v = k;
+  Array blocks = s32({2, 3, 2, 5});
+  Array page_table, k_scale, v_scale;
+  int block_size = 16, page_size = 1;
+  int64_t dim = 64;
+
+  ffi::Error operator()() const {
+    return sparse_attention_decode(nullptr, bf16({2, 3, 8, dim}), k, v, blocks, s32({2, 3}),
+                                   f32({1, 8}), page_table, k_scale, v_scale, bf16({2, 3, 8, dim}),
+                                   f32({2, 3, 8}), f32({2, 3, 8}), 1.f, block_size, page_size,
+                                   true);
+  }
+};
+
+void test_sparse_attention_decode() {
+  const auto fails = [](const char* what, const CachedBlockLists& x, const std::string& message) {
+    expect(what, x(), "sparse_attention_decode: " + message);
+  };
+  const SparseAttentionDecodeParams& p = launched<SparseAttentionDecodeParams>;
+  const Array codes(DataType::F8E4M3FN, {1, 96, 2, 64});
+  CachedBlockLists x;
+  expect("flat caches", x());
+  check_true("their rows", p.batch_rows == 96 && p.keys == 96 && !p.fp8 && !p.page_table);
+  check_true("the lists", p.slots == 5 && p.block_size == 16 && p.batch_invariant);
+  check_true("sinks that the batch shares", p.sinks && p.sinks_stride == 0);
+  x.k = x.v = codes, x.k_scale = f32({1, 96, 2}), x.page_table = s32({2, 7}), x.page_size = 12;
+  expect("pages of FP8", x());
+  check_true("their rows", p.batch_rows == 0 && p.keys == 84 && p.pages == 8 && p.fp8);
+  check_true("factors of the keys", p.k_scale && !p.v_scale);
+  x.page_size = 10;
+  fails("pages of 10", x, "'k' has 96 rows, expected a multiple of page_size = 10 up to 2^31 - 1");
+  x = {}, x.v_scale = f32({2, 96, 2});
+  fails("factors of bfloat16", x, "'k_scale' and 'v_scale' are for FP8 caches only");
+  x = {}, x.k = x.v = codes, x.v_scale = f32({1, 96, 1});
+  fails("factors of one head", x, "'v_scale' has shape (1, 96, 1), expected (1, 96, 2)");
+  x = {}, x.v = codes;
+  fails("values in FP8 alone", x, "'v' has dtype float8_e4m3fn, expected bfloat16");
+  x = {}, x.v = bf16({2, 95, 2, 64});
+  fails("fewer values than keys", x, "'v' has shape (2, 95, 2, 64), expected (2, 96, 2, 64)");
+  x = {}, x.blocks = s32({2, 3, 1, 5});
+  fails("one list for all groups", x, "'blocks' has shape (2, 3, 1, 5), expected (2, 3, 2, 5)");
+  x = {}, x.block_size = 2;
+  fails("blocks of 2", x, "block_size is 2, expected 1, 4, 16, 32, 64 or 128");
+  x = {}, x.block_size = 128, x.blocks = s32({2, 3, 2, 1 << 24});
+  fails("too many keys in a list", x, "K is 16777216, expected 0 to 16777213");
+  x = {}, x.dim = 96, x.k = x.v = bf16({2, 96, 2, 96});
+  fails("96 dimensions", x, "D is 96, expected 64, 128 or 256");
+}
+
 void test_block_mask() {
   const auto compress = [](Array mask, int64_t map_heads, Array ranges = kAbsent) {
     const Array rows = s32({1, 130}), tiles = s32({1, map_heads, 2, 2});
@@ -426,12 +479,11 @@ void test_attn_dist() {
 }
 
 void test_mqa_decode() {
-  const auto decode = [](Array k, Array v, int64_t dim, DataType type, Array table = kAbsent,
-                         Array cuts = kAbsent) {
+  const auto decode = [](Array k, Array v, int64_t dim, DataType type, Array table = kAbsent) {
     const int64_t value_dim = present(AnyBuffer(v)) ? dim : 512;
     const MqaDecodeWorkspace w = mqa_decode_workspace(mqa_decode_rows(1, 8, 1, dim, false));
     return mqa_decode(nullptr, bf16({2, 1, 8, dim}), k, v, s32({2, 1}), s32({2, 1}), kAbsent, table,
-                      cuts, Array(type, {2, 1, 8, value_dim}), f32({2, 1, 8}), f32({2, 1, 8}),
+                      Array(type, {2, 1, 8, value_dim}), f32({2, 1, 8}), f32({2, 1, 8}),
                       f32({w.rows, value_dim}), f32({w.rows, 2}), s32({w.split_tiles, 2}), 1.f, 1,
                       true);
   };
@@ -442,15 +494,10 @@ void test_mqa_decode() {
   check_true("their stride", launched<MqaDecodeParams>.batch_rows == 0);
   check_true("their output", launched<MqaDecodeParams>.out_float);
   const Array rows = bf16({1, 9, 2, 64});
-  const auto listed = [&](Array table, Array cuts) {
-    return decode(rows, rows, 64, DataType::BF16, table, cuts);
-  };
-  expect("tables of groups", listed(s32({2, 2, 5}), s32({2, 1})));
-  check_true("their tables", launched<MqaDecodeParams>.group_tables);
-  expect("tables of other groups", listed(s32({2, 1, 5}), s32({2, 1})),
-         "mqa_decode: 'page_table' has shape (2, 1, 5), expected (2, 2, 5)");
-  expect("cuts of other requests", listed(s32({2, 2, 5}), s32({1, 1})),
-         "mqa_decode: 'cuts' has shape (1, 1), expected (2, 1)");
+  expect("pages", decode(rows, rows, 64, DataType::BF16, s32({2, 5})));
+  check_true("their number", launched<MqaDecodeParams>.pages == 9);
+  expect("page tables of other requests", decode(rows, rows, 64, DataType::BF16, s32({1, 5})),
+         "mqa_decode: 'page_table' has shape (1, 5), expected (2, 5)");
   expect("96 dimensions", decode(bf16({1, 9, 1, 96}), bf16({1, 9, 1, 96}), 96, DataType::BF16),
          "mqa_decode: D of keys with values is 96, expected 64, 128 or 256");
   expect("integers", decode(bf16({2, 9, 1, 576}), kAbsent, 576, DataType::S32),
@@ -514,6 +561,7 @@ int main() {
   test_block_masks_of_masked_attention();
   test_other_operands_of_masked_attention();
   test_sparse_attention();
+  test_sparse_attention_decode();
   test_block_mask();
   test_sparse_mla();
   test_attn_dist();
