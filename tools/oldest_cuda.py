@@ -36,6 +36,10 @@ KERNELS = {
     ],
     "indexer/bwd_keys.cuh": ["indexer_bwd::keys_kernel<128, 4096>"],
     "indexer/bwd_queries.cuh": ["indexer_bwd::queries_kernel<128>"],
+    "indexer/candidates.cuh": [
+        "indexer::candidate_kernel<"
+        "jax_dsa::indexer::DecodeTraits<jax_dsa::IndexerDType::kBF16, 128, 64, 1>>"
+    ],
     "indexer/fwd.cuh": [
         "indexer::fwd_kernel<jax_dsa::indexer::Traits<jax_dsa::IndexerDType::kE4M3, 128, 64, true>>"
     ],
