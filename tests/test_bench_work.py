@@ -147,6 +147,13 @@ BY_HAND = {
     "indexer fwd bf16": lambda x: {BF16: product(x.J, x.causal, x.C)},
     "indexer fwd fp8 topk": lambda x: {FP8: product(x.J, x.causal, x.C)},
     "indexer fwd bf16 topk": lambda x: {BF16: product(x.J, x.causal, x.C)},
+    **{
+        f"indexer fwd {dtype} candidates{shared}": (
+            lambda x, ceiling=ceiling: {ceiling: product(x.J, x.T * x.M * x.b, x.C)}
+        )
+        for dtype, ceiling in (("fp8", FP8), ("bf16", BF16))
+        for shared in ("", "-shared")
+    },
     "indexer fwd fp8 decode": indexer_decode,
     "indexer fwd fp8 paged": indexer_decode,
     # The scores again, and the gradients of the queries and of the keys.

@@ -59,7 +59,7 @@ bool run(const Case& c, uint64_t seed, Memory& memory, Launch launch_logits) {
   std::mt19937_64 random(seed);
   std::normal_distribution<float> normal;
   const bool is_bf16 = c.dtype == kBF16, paged = c.page_size > 0;
-  const int64_t tokens = c.batch * c.queries, row_bytes = c.channels * (is_bf16 ? 2 : 1);
+  const int64_t tokens = c.batch * c.queries;
   const auto append = [&](std::vector<uint8_t>& x, bool is_nan) {
     if (is_bf16) {
       const uint16_t bits = jax_dsa::to_16(jax_dsa::DType::kBF16, is_nan ? NAN : normal(random));
