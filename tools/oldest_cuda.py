@@ -27,6 +27,10 @@ KERNELS = {
         "fp8::few_kernel<jax_dsa::fp8::Traits<1, 2, 1, true>>",
         "fp8::few_kernel<jax_dsa::fp8::ThinTraits<16, 3, false>>",
     ],
+    "gated_pool/mean.cuh": [
+        "gated_pool::mean_fwd_kernel<jax_dsa::DType::kBF16, 4, true>",
+        "gated_pool::mean_bwd_kernel<jax_dsa::DType::kF16, true>",
+    ],
     "gated_pool/pool.cuh": [
         f"gated_pool::{kernel}"
         for kernel in (
