@@ -58,8 +58,8 @@ __global__ void __launch_bounds__(kListThreads)
   const int64_t row = blockIdx.x, token = x.first_token + row;
   const int thread = threadIdx.x, warp = thread / 32;
   const int start = max(__ldg(p.starts + token), 0);
-  const int seen =
-      max(static_cast<int>(min(int64_t{__ldg(p.ends + token)}, p.keys)) - start, 0);  // keys
+  const int64_t end_key = min(int64_t{__ldg(p.ends + token)}, p.keys);
+  const int seen = static_cast<int>(max(end_key - start, int64_t{0}));  // keys
   const int blocks = static_cast<int>(ceil_div(int64_t{seen}, int64_t{x.block_size}));
   const int words = ceil_div(blocks, 32);
   for (int i = thread; i < words; i += kListThreads) shared.is_candidate[i] = 0;
