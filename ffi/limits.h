@@ -53,6 +53,7 @@ inline constexpr int64_t kMaxDecodeGroupHeads = kHTreeMaxDecodeGroupHeads;
 
 namespace indexer {
 inline constexpr int64_t kChannels[] = {32, 64, 128};
+inline constexpr int64_t kMaxCandidateBlocks = kIndexerMaxCandidateBlocks;
 inline constexpr int64_t kMaxHeads = kIndexerMaxHeads;
 inline constexpr int64_t kMaxKeys = kInt32Max - 4096;
 inline constexpr int64_t kMaxSlots = kIndexerBwdMaxSlots;

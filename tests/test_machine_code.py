@@ -97,7 +97,7 @@ def test_programs_have_every_kernel(sanitize: ModuleType) -> None:
     missing = {
         str(p.relative_to(ROOT)) for p in ROOT.glob("cuda/*/*.cu") if p.resolve() not in built
     }
-    assert missing == {"cuda/indexer/topk.cu"}  # it only calls launchers of other files
+    assert not missing
 
 
 def line_of(path: Path, text: str) -> int:

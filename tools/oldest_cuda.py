@@ -27,6 +27,10 @@ KERNELS = {
         "fp8::few_kernel<jax_dsa::fp8::Traits<1, 2, 1, true>>",
         "fp8::few_kernel<jax_dsa::fp8::ThinTraits<16, 3, false>>",
     ],
+    "gated_pool/mean.cuh": [
+        "gated_pool::mean_fwd_kernel<jax_dsa::DType::kBF16, 4, true>",
+        "gated_pool::mean_bwd_kernel<jax_dsa::DType::kF16, true>",
+    ],
     "gated_pool/pool.cuh": [
         f"gated_pool::{kernel}"
         for kernel in (
@@ -36,6 +40,10 @@ KERNELS = {
     ],
     "indexer/bwd_keys.cuh": ["indexer_bwd::keys_kernel<128, 4096>"],
     "indexer/bwd_queries.cuh": ["indexer_bwd::queries_kernel<128>"],
+    "indexer/candidates.cuh": [
+        "indexer::candidate_kernel<"
+        "jax_dsa::indexer::DecodeTraits<jax_dsa::IndexerDType::kBF16, 128, 64, 1>>"
+    ],
     "indexer/fwd.cuh": [
         "indexer::fwd_kernel<jax_dsa::indexer::Traits<jax_dsa::IndexerDType::kE4M3, 128, 64, true>>"
     ],

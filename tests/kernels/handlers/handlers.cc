@@ -61,9 +61,12 @@ RECORD(launch_htree_bwd, HTreeBwdParams)
 RECORD(launch_htree_decode, HTreeDecodeParams)
 RECORD(launch_htree_fwd, HTreeFwdParams)
 RECORD(launch_indexer_bwd, IndexerBwdParams)
+RECORD(launch_indexer_candidates, IndexerCandidatesParams)
 RECORD(launch_indexer_fwd, IndexerFwdParams)
 RECORD(launch_indexer_topk, IndexerTopkParams)
 RECORD(launch_kl_rows, KlRowsParams)
+RECORD(launch_mean_pool_bwd, MeanPoolParams)
+RECORD(launch_mean_pool_fwd, MeanPoolParams)
 RECORD(launch_masked_attention_bwd, MaskedAttentionBwdParams)
 RECORD(launch_masked_attention_fwd, MaskedAttentionFwdParams)
 RECORD(launch_mqa_decode, MqaDecodeParams)
@@ -535,6 +538,57 @@ void test_htree() {
          "htree_fwd: the workspace 'building' has 0 bytes, expected at least 1280");
 }
 
+void test_indexer_candidates() {
+  const auto select = [](int64_t keys, Array page_table, Array candidates, int64_t block_size,
+                         int64_t k, int64_t words) {
+    const Array q = bf16({2, 3, 40, 128}),
+                pool = bf16({present(AnyBuffer(page_table)) ? 1 : 2, keys, 128});
+    return indexer_candidates_fwd(nullptr, q, pool, f32({2, 3, 40}), kAbsent, s32({2, 3}),
+                                  s32({2, 3}), page_table, candidates, s32({2, 3, k}),
+                                  f32({2, 3, k}), f32({words}), true, 64, block_size);
+  };
+  const IndexerCandidatesParams& p = launched<IndexerCandidatesParams>;
+  expect("blocks of 8", select(500, kAbsent, s32({2, 3, 10}), 8, 20, 91));
+  check_true("the blocks", p.candidates && p.slots == 10 && p.block_size == 8 && p.capacity == 91);
+  check_true("the keys", p.logits.keys == 500 && p.k == 20);
+  expect("pages", select(256, s32({2, 3}), s32({2, 3, 10}), 8, 20, 91));
+  check_true("their keys", p.logits.keys == 192 && p.logits.pages == 4 && p.logits.pools == 1);
+  expect("a small workspace", select(500, kAbsent, s32({2, 3, 10}), 8, 20, 90),
+         "indexer_candidates_fwd: the workspace 'workspace' has 360 bytes, expected at least 364");
+  expect("candidates of one query", select(500, kAbsent, s32({2, 1, 10}), 8, 20, 91),
+         "indexer_candidates_fwd: 'candidates' has shape (2, 1, 10), expected (2, 3, 10)");
+  expect("blocks of no keys", select(500, kAbsent, s32({2, 3, 10}), 0, 20, 91),
+         "indexer_candidates_fwd: block_size is 0, expected 1 to 2147483647");
+  expect("many blocks", select(1 << 21, kAbsent, s32({2, 3, 10}), 1, 20, 91),
+         "indexer_candidates_fwd: S / block_size is 2097152, expected 0 to 1048576");
+  expect("many keys", select(9000, kAbsent, s32({2, 3, 1000}), 8, 5000, 1 << 20),
+         "indexer_candidates_fwd: min(K, M * block_size) is 5000, expected 0 to 4096");
+}
+
+void test_mean_pool() {
+  const auto forward = [](Array values, Array starts, Array keys, int64_t ratio) {
+    return mean_pool_fwd(nullptr, values, starts, keys, ratio);
+  };
+  const MeanPoolParams& p = launched<MeanPoolParams>;
+  expect("pools of 4", forward(bf16({2, 43, 1, 12}), kAbsent, bf16({2, 10, 12}), 4));
+  check_true("their sizes", p.batch == 2 && p.tokens == 43 && p.ratio == 4 && p.dim == 12);
+  check_true("their factor", p.factor == 0.25f && !p.starts && p.dtype == DType::kBF16);
+  expect("documents", forward(bf16({2, 43, 1, 12}), s32({2, 43}), bf16({2, 14, 12}), 3));
+  check_true("their starts", p.starts && p.factor == 1.f / 3);
+  expect("pools of 200", forward(bf16({2, 43, 1, 12}), kAbsent, bf16({2, 0, 12}), 200),
+         "mean_pool_fwd: R is 200, expected 1 to 128");
+  expect("two halves", forward(bf16({2, 43, 2, 12}), kAbsent, bf16({2, 10, 12}), 4),
+         "mean_pool_fwd: H is 2, expected 1");
+  expect("other keys", forward(bf16({2, 43, 1, 12}), kAbsent, bf16({2, 11, 12}), 4),
+         "mean_pool_fwd: 'keys' has shape (2, 11, 12), expected (2, 10, 12)");
+  expect("gradients of the keys",
+         mean_pool_bwd(nullptr, kAbsent, f32({1, 2, 8}), f32({1, 9, 1, 8}), 4));
+  check_true("their sizes", p.tokens == 9 && p.dim == 8 && p.dtype == DType::kF32);
+  expect("gradients of another dtype",
+         mean_pool_bwd(nullptr, kAbsent, bf16({1, 2, 8}), f32({1, 9, 1, 8}), 4),
+         "mean_pool_bwd: 'dkeys' has dtype bfloat16, expected float32");
+}
+
 void test_topk() {
   const auto topk = [](Array x, int64_t size, int64_t k, Array values) {
     return topk_fwd(nullptr, x, s32({2, 3}), s32({2, 3}), s32({2, 3, k}), values);
@@ -567,6 +621,8 @@ int main() {
   test_attn_dist();
   test_mqa_decode();
   test_htree();
+  test_indexer_candidates();
+  test_mean_pool();
   test_topk();
   printf(failures == 0 ? "all good\n" : "%d failures\n", failures);
   return failures != 0;
