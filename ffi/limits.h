@@ -58,6 +58,8 @@ inline constexpr int64_t kMaxHeads = kIndexerMaxHeads;
 inline constexpr int64_t kMaxKeys = kInt32Max - 4096;
 inline constexpr int64_t kMaxSlots = kIndexerBwdMaxSlots;
 inline constexpr int64_t kPageMultiple = kIndexerPageMultiple;
+inline constexpr int64_t kMaxBlocks = kIndexerMaxBlocks;
+inline constexpr int64_t kMaxLists = kInt32Max - 4096;
 }  // namespace indexer
 
 namespace losses {

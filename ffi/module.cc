@@ -75,9 +75,11 @@ nb::dict limits() {
   add("htree", "MAX_GROUP_HEADS", l::htree::kMaxGroupHeads);
   add("htree", "MAX_TOP_K", l::htree::kMaxTopK);
   add("indexer", "CHANNELS", values(l::indexer::kChannels));
+  add("indexer", "MAX_BLOCKS", l::indexer::kMaxBlocks);
   add("indexer", "MAX_CANDIDATE_BLOCKS", l::indexer::kMaxCandidateBlocks);
   add("indexer", "MAX_HEADS", l::indexer::kMaxHeads);
   add("indexer", "MAX_KEYS", l::indexer::kMaxKeys);
+  add("indexer", "MAX_LISTS", l::indexer::kMaxLists);
   add("indexer", "MAX_SLOTS", l::indexer::kMaxSlots);
   add("indexer", "PAGE_MULTIPLE", l::indexer::kPageMultiple);
   add("losses", "CHANNELS", values(l::losses::kChannels));

@@ -48,6 +48,11 @@ class Sizes:
     def pooled(self) -> int:
         return self.B * self.S * self.H * self.D
 
+    @property
+    def blocks(self) -> int:
+        """Blocks of 128 keys that are selected."""
+        return int(np.minimum(np.ceil(self.visible() / 128), self.K).sum())
+
     def listed(self, tail: bool) -> int:
         """Pairs of K causal blocks of b keys. The last one has b keys only at times."""
         complete, rest = np.divmod(self.visible(), self.b)
@@ -63,6 +68,8 @@ class AllSlots(Sizes):
     @property
     def selected(self) -> int:
         return self.T * self.K
+
+    blocks = selected
 
     def listed(self, tail: bool) -> int:
         return self.T * self.K * self.b
@@ -163,10 +170,13 @@ BY_HAND = {
         for dtype, ceiling in (("fp8", FP8), ("bf16", BF16))
         for shared in ("", "-shared")
     },
+    "indexer fwd bf16 blocks": lambda x: {BF16: product(x.J, x.causal, x.C)},
+    "indexer fwd bf16 blocks-shared": lambda x: {BF16: product(x.J, x.causal, x.C)},
     "indexer fwd fp8 decode": indexer_decode,
     "indexer fwd fp8 paged": indexer_decode,
     # The scores again, and the gradients of the queries and of the keys.
     "indexer bwd bf16": lambda x: {BF16: 3 * product(x.J, x.selected, x.C)},
+    "indexer bwd bf16 blocks": lambda x: {BF16: 3 * product(x.J, x.blocks, x.C)},
     # The logits and the teacher are read, and the gradient is written, in float32.
     "losses fwd f32 gradient": lambda x: {COPY: 3 * 4 * x.T * x.K},
     # Attention's scores for the lse and again for the teacher; the indexer's scores, and the

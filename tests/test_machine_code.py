@@ -46,6 +46,7 @@ STACKS = {
     "htree13scores_kernel": 40,
     "htree14queries_kernel": 24,
     "indexer10fwd_kernel": 88,
+    "indexer16block_max_kernel": 16,  # outside of the loop over keys
     "masked_attention10bwd_kernel": 32,
     # The same with a warpgroup for dQ. The producer, which has 32 registers, uses this stack.
     "Li128ELi128ELb0ELb0EEEEEvNS_24MaskedAttentionBwdParams": 144,
@@ -94,10 +95,7 @@ def test_programs_compile_without_more_spills_or_a_serialised_wgmma(
 def test_programs_have_every_kernel(sanitize: ModuleType) -> None:
     words = (word for p in PROGRAMS for word in sanitize.build_command(p, p))
     built = {(ROOT / word).resolve() for word in words}  # Bazel's tests see links to the sources
-    missing = {
-        str(p.relative_to(ROOT)) for p in ROOT.glob("cuda/*/*.cu") if p.resolve() not in built
-    }
-    assert not missing
+    assert not [p for p in ROOT.glob("cuda/*/*.cu") if p.resolve() not in built]
 
 
 def line_of(path: Path, text: str) -> int:

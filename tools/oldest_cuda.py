@@ -38,6 +38,15 @@ KERNELS = {
             "bwd_kernel<jax_dsa::DType::kBF16, jax_dsa::gated_pool::Few4, true>",
         )
     ],
+    "indexer/block_max.cuh": [
+        f"indexer::block_max_kernel<jax_dsa::indexer::BlockTraits<jax_dsa::IndexerDType::{of}>>"
+        for of in ("kBF16, 128, 1", "kE4M3, 64, 2")
+    ],
+    "indexer/block_select.cuh": [
+        "indexer::block_scores_kernel<256>",
+        "indexer::block_select_kernel<1, 32, 8>",
+        "indexer::block_select_kernel<16, 32, 1>",
+    ],
     "indexer/bwd_keys.cuh": ["indexer_bwd::keys_kernel<128, 4096>"],
     "indexer/bwd_queries.cuh": ["indexer_bwd::queries_kernel<128>"],
     "indexer/candidates.cuh": [

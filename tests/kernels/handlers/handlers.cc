@@ -60,6 +60,7 @@ RECORD(launch_htree_build, HTreeBuildParams)
 RECORD(launch_htree_bwd, HTreeBwdParams)
 RECORD(launch_htree_decode, HTreeDecodeParams)
 RECORD(launch_htree_fwd, HTreeFwdParams)
+RECORD(launch_indexer_block_topk, IndexerBlockTopkParams)
 RECORD(launch_indexer_bwd, IndexerBwdParams)
 RECORD(launch_indexer_candidates, IndexerCandidatesParams)
 RECORD(launch_indexer_fwd, IndexerFwdParams)
@@ -589,6 +590,72 @@ void test_mean_pool() {
          "mean_pool_bwd: 'dkeys' has dtype bfloat16, expected float32");
 }
 
+// A call of the indexer's selection of blocks: 2 requests of 3 queries, with 4 heads that select
+// for themselves.
+struct BlockTopk {
+  int64_t groups = 4, heads = 1, keys = 600, block_size = 128, page_size = 0, top_k = 2;
+  int64_t score_pairs = 4 * 5 * 3, floats = 0;
+  Array weights, starts, page_table;
+
+  ffi::Error forward() const {
+    const int64_t batch = page_size ? 1 : 2;
+    const Shape out = {2, 3, groups, top_k};
+    return indexer_block_topk_fwd(nullptr, bf16({2, 3, groups, heads, 64}), bf16({batch, keys, 64}),
+                                  weights, kAbsent, starts, s32({2, 3}), page_table, s32(out),
+                                  f32(out), s32(out), f32({score_pairs, 2}), f32({floats}), false,
+                                  page_size, block_size, 1, 2);
+  }
+  void expect_error(const char* what, const std::string& message) const {
+    expect(what, forward(), "indexer_block_topk_fwd: " + message);
+  }
+};
+
+void test_indexer_block_topk() {
+  using Params = IndexerBlockTopkParams;
+  const BlockTopk rows;
+  expect("heads that select", rows.forward());
+  check_true("heads that select", launched<Params>.capacity == 3 && launched<Params>.k == 2 &&
+                                      launched<Params>.logits.heads == 4 &&
+                                      launched<Params>.logits.weights == nullptr &&
+                                      launched<Params>.logits.starts == nullptr);
+  BlockTopk x = rows;
+  x.heads = 2;
+  x.expect_error("no weights", "J without weights is 2, expected 1");
+  x = rows, x.score_pairs = 19;
+  x.expect_error("few scores", "the workspace 'scores' has 152 bytes, expected at least 160");
+  x = rows, x.block_size = 601;
+  x.expect_error("a large block", "block_size is 601, expected 1 to 600");
+  x = rows, x.keys = 20000, x.block_size = 1;
+  x.expect_error("many blocks", "the number of blocks is 20000, expected 0 to 16384");
+
+  BlockTopk pages = rows;
+  pages.keys = 1024, pages.page_size = 64, pages.page_table = s32({2, 7});
+  pages.score_pairs = 4 * 4;
+  expect("pages", pages.forward());
+  check_true("pages", launched<Params>.logits.pages == 16 && launched<Params>.logits.keys == 448 &&
+                          launched<Params>.capacity == 1);
+  pages.starts = s32({2, 3});
+  pages.expect_error("pages and starts",
+                     "'starts' is given, expected none with pages without weights");
+  pages.starts = kAbsent, pages.block_size = 100;
+  pages.expect_error("pages and odd blocks",
+                     "block_size with pages is 100, expected a multiple of 64");
+
+  BlockTopk together = rows;
+  together.groups = 1, together.heads = 4, together.weights = f32({2, 3, 1, 4});
+  together.score_pairs = 5 * 6, together.floats = 600 * 2;
+  together.expect_error("no starts", "'starts' has shape (0,), expected (B, T)");
+  together.starts = s32({2, 3});
+  expect("heads together", together.forward());
+  check_true("heads together",
+             launched<Params>.capacity == 2 && launched<Params>.logits.weights != nullptr);
+  together.floats = 599;
+  together.expect_error("few logits",
+                        "the workspace 'logits' has 2396 bytes, expected at least 2400");
+  together.floats = 600, together.groups = 2;
+  together.expect_error("two groups", "G with weights is 2, expected 1");
+}
+
 void test_topk() {
   const auto topk = [](Array x, int64_t size, int64_t k, Array values) {
     return topk_fwd(nullptr, x, s32({2, 3}), s32({2, 3}), s32({2, 3, k}), values);
@@ -623,6 +690,7 @@ int main() {
   test_htree();
   test_indexer_candidates();
   test_mean_pool();
+  test_indexer_block_topk();
   test_topk();
   printf(failures == 0 ? "all good\n" : "%d failures\n", failures);
   return failures != 0;
