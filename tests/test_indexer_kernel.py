@@ -162,6 +162,7 @@ def test_candidates(
     options = {"candidates": candidates, "candidate_block_size": block, "implementation": "cuda"}
     for top_k, budget in ((1, 2**26), (100, 2**26), (100, 2**16)):  # the last in chunks
         monkeypatch.setattr(cuda, "CANDIDATES_BUDGET", budget)
+        jax.clear_caches()
         got = jax.jit(lambda given, k=top_k: indexer_topk(**given, top_k=k, **options))(given)
         expected = topk(whole, top_k, return_values=True, implementation="cuda")
         jax.tree.map(lambda a, b: np.testing.assert_array_equal(a, b), got, expected)

@@ -148,7 +148,8 @@ struct ThreadGroup {
       last = find_last_row(starts, slot, ratio, tokens);
       has_previous = last >= 0 && __ldg(starts + max(last, 0)) <= last - 2 * ratio + 1;
     } else {
-      last = (slot + 1) * ratio <= tokens ? (slot + 1) * ratio - 1 : -1;
+      const int first = (slot + 1) * ratio - 1;
+      last = first < tokens ? first : -1;
       has_previous = slot > 0;
     }
   }

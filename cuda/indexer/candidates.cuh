@@ -22,6 +22,8 @@
 // 128 KiB. In FP8 the same rings hold four tiles.
 #pragma once
 
+#include <type_traits>
+
 #include "common/ptx.cuh"
 #include "common/ring.cuh"
 #include "common/tma.cuh"
@@ -204,7 +206,9 @@ __device__ void gather(const IndexerFwdParams& p, const CandidateRows& x, int se
       q_at.advance();
     }
     const int64_t before = (paged && p.pools == 1 ? 0 : batch) * pool_rows;  // rows of k
-    const char* const k = static_cast<const char*>(p.k) + before * Tr::kChannelBytes + chunk * 16;
+    const char* k = static_cast<const char*>(p.k) + before * Tr::kChannelBytes + chunk * 16;
+    // Without this the compiler adds the batch to every row before it multiplies by the row's size.
+    asm("" : "+l"(k));
     const float* const scales = p.k_scale + (p.k_scale ? before : 0);
     const int32_t* const list = x.lists + units.row * x.list_size;
     int tile = units.first + warpgroup;
@@ -256,12 +260,18 @@ __device__ void gather(const IndexerFwdParams& p, const CandidateRows& x, int se
       for (int i = 0; i < kOffsets; ++i) {
         to[i] = whole_sum(smem_address(shared.k[warpgroup][k_at.index]), offset[i]);
       }
+      const auto copy = [&](auto is_whole) {
 #pragma unroll
-      for (int i = 0; i < kTile / kRows; ++i) {
-        const int lane_of_row = i * kRows % 32 + sub, half = i * kRows / 32;
-        const int from = __shfl_sync(~0u, row[half], lane_of_row);
-        cp_async_16(to[i % kOffsets] + i / kOffsets * 1024, k + int64_t{from} * Tr::kChannelBytes,
-                    from >= 0, policy);
+        for (int i = 0; i < kTile / kRows; ++i) {
+          const int from = __shfl_sync(~0u, row[i * kRows / 32], i * kRows % 32 + sub);
+          cp_async_16(to[i % kOffsets] + i / kOffsets * 1024, k + int64_t{from} * Tr::kChannelBytes,
+                      is_whole.value || from >= 0, policy);
+        }
+      };
+      if ((is_row[0] & is_row[1]) == ~0u) {
+        copy(std::true_type());
+      } else {
+        copy(std::false_type());
       }
       cp_async_arrive(full);
       k_at.advance();
