@@ -9,8 +9,8 @@
 //
 // Operand layout. Rows are the M dimension of the MMA and keys its N dimension. A warpgroup
 // multiplies 64 rows with a tile of 128 keys. A thread holds 32 keys of two rows each, so a maximum
-// is 31 instructions per row and two shuffles. The same number of comparisons finds the first key
-// that equals the maximum.
+// is 31 instructions per row and two shuffles. Another pass over the accumulators finds the first
+// key that has it.
 //
 // Key tiles begin at the first key of a block: a tile is a part of one block, or holds two blocks
 // of 64 keys (kBlocks). If a block has several tiles, their maxima are combined in registers.
@@ -171,15 +171,18 @@ struct RowMaxima {
 
 // Finds the maxima over columns [8 * kFirst, 8 * (kFirst + kCount)). A thread holds the columns
 // own_column + {0, 1} of each eight.
+//
+// The sign of x - m tells whether x equals the maximum m, because x cannot be larger. The search
+// collects these signs in one word per row. A subtraction and a funnel shift per column cost the
+// integer pipe, which also computes the maxima, half as much as a comparison and a select.
 template <int kFirst, int kCount>
 __device__ __forceinline__ RowMaxima find_maxima(float (&x)[64], int own_column) {
-  constexpr int kLast = kFirst + kCount - 1, kNone = 1 << 16;
-  RowMaxima found = {{-INFINITY, -INFINITY}, {kNone, kNone}};
+  RowMaxima found;
 #pragma unroll
   for (int r = 0; r < 2; ++r) {
     float even = x[4 * kFirst + 2 * r], odd = x[4 * kFirst + 2 * r + 1];
 #pragma unroll
-    for (int g = kFirst + 1; g <= kLast; ++g) {
+    for (int g = kFirst + 1; g < kFirst + kCount; ++g) {
       even = max_nan(even, x[4 * g + 2 * r]);
       odd = max_nan(odd, x[4 * g + 2 * r + 1]);
     }
@@ -187,29 +190,38 @@ __device__ __forceinline__ RowMaxima find_maxima(float (&x)[64], int own_column)
     m = max_nan(m, __shfl_xor_sync(~0u, m, 1));
     found.logit[r] = max_nan(m, __shfl_xor_sync(~0u, m, 2));
   }
-  float wanted[2] = {found.logit[0], found.logit[1]};
-  if (__any_sync(~0u, isnan(wanted[0]) || isnan(wanted[1]))) {
-    // NaN equals nothing. In a row with NaN, search for infinities in its place.
-#pragma unroll
-    for (int i = 4 * kFirst; i < 4 * (kLast + 1); ++i) {
-      if (isnan(found.logit[i / 2 % 2])) x[i] = isnan(x[i]) ? INFINITY : 0.f;
-    }
+  float largest[2] = {found.logit[0], found.logit[1]};
+  if (__any_sync(~0u, !(largest[0] < INFINITY) || !(largest[1] < INFINITY))) {
+    // Infinities and NaN have no difference. Search for 0 among 0 and -1 in their place.
 #pragma unroll
     for (int r = 0; r < 2; ++r) {
-      if (isnan(wanted[r])) wanted[r] = INFINITY;
-    }
-  }
+      const float m = found.logit[r];
+      if (m < INFINITY) continue;
+      largest[r] = 0.f;
 #pragma unroll
-  for (int g = kLast; g >= kFirst; --g) {
+      for (int g = kFirst; g < kFirst + kCount; ++g) {
 #pragma unroll
-    for (int r = 0; r < 2; ++r) {
-      if (x[4 * g + 2 * r + 1] == wanted[r]) found.column[r] = 8 * g + 1;
-      if (x[4 * g + 2 * r] == wanted[r]) found.column[r] = 8 * g;
+        for (int e = 0; e < 2; ++e) {
+          float& y = x[4 * g + 2 * r + e];
+          y = !(y < INFINITY) & (isnan(y) == isnan(m)) ? 0.f : -1.f;
+        }
+      }
     }
   }
 #pragma unroll
   for (int r = 0; r < 2; ++r) {
-    int column = found.column[r] + own_column;
+    uint32_t smaller = 0;  // one bit per column of the thread, the highest for the first one
+#pragma unroll
+    for (int g = kFirst; g < kFirst + kCount; ++g) {
+#pragma unroll
+      for (int e = 0; e < 2; ++e) {
+        const float difference = x[4 * g + 2 * r + e] - largest[r];
+        smaller = __funnelshift_l(__float_as_uint(difference), smaller, 1);
+      }
+    }
+    const int first =
+        __clz(~(smaller << (32 - 2 * kCount)));  // 2 * kCount or more if there is none
+    int column = 8 * kFirst + first / 2 * 8 + first % 2 + own_column;
     column = min(column, __shfl_xor_sync(~0u, column, 1));
     found.column[r] = min(column, __shfl_xor_sync(~0u, column, 2));
   }

@@ -50,6 +50,7 @@ __device__ __forceinline__ Span seen_keys(const IndexerFwdParams& p, int64_t bat
 template <typename Tr>
 __device__ __forceinline__ Span next_span(const IndexerFwdParams& p, int64_t batch, int64_t row,
                                           int after) {
+  if (p.starts == nullptr && after >= 0) return {INT_MAX, 0};
   const int64_t last_row = min(row + Tr::kRows, p.queries * p.heads) - 1;
   const int64_t last = last_row / p.heads;
   Span own = {INT_MAX, 0};

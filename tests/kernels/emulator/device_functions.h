@@ -157,6 +157,9 @@ inline unsigned __byte_perm(unsigned low, unsigned high, unsigned selector) {
   }
   return x;
 }
+inline unsigned __funnelshift_l(unsigned low, unsigned high, unsigned shift) {
+  return static_cast<unsigned>((uint64_t{high} << 32 | low) << (shift & 31) >> 32);
+}
 inline int __popc(unsigned x) { return __builtin_popcount(x); }
 inline int __ffs(unsigned x) { return __builtin_ffs(x); }
 inline int __clz(unsigned x) { return x ? __builtin_clz(x) : 32; }
