@@ -290,12 +290,16 @@ __device__ __forceinline__ void produce_fp8_tiles(const Decode& p, const DecodeT
       if (lane == 0) stage.valid[warp] = bits;
       if (lane % 4 < 2) {
         const int64_t at = (rows_before + max(row, 0)) * p.groups + tile.group;
-        if (p.k_scale) cp_async_4(smem_address(&stage.scales[0][thread]), p.k_scale + at, row >= 0);
-        if (p.v_scale) cp_async_4(smem_address(&stage.scales[1][thread]), p.v_scale + at, row >= 0);
+        if (p.k_scale)
+          cp_async_4(whole_sum(smem_address(stage.scales[0]), thread * 4), p.k_scale + at,
+                     row >= 0);
+        if (p.v_scale)
+          cp_async_4(whole_sum(smem_address(stage.scales[1]), thread * 4), p.v_scale + at,
+                     row >= 0);
       }
     }
     const char* const base = static_cast<const char*>(keys ? p.k : p.v) + offset;
-    const uint32_t to = smem_address(stage.codes[0][0][thread]);
+    const uint32_t to = whole_sum(smem_address(stage.codes), thread * 16);
 #pragma unroll
     for (int i = 0; i < 2; ++i) {
       const int cache_row = __shfl_sync(~0u, row, i, 4);
