@@ -111,8 +111,26 @@ ffi::Error read_pages(const char* op, const AnyBuffer& page_table, int64_t pools
 }
 
 // The operands of indexer_logits_fwd and page_table [B, R]?; with a page table k is
-// [B or 1, P * page_size, C] and k_scale [B or 1, P * page_size]
-// -> indices [B, T, K], values [B, T, K], and a workspace for the logits of at least one query
+// [B or 1, P * page_size, C] and k_scale [B or 1, P * page_size]. Checks also the shapes of a
+// selection, indices and values [B, T, K].
+ffi::Error read_selection(const char* op, const AnyBuffer& q, const AnyBuffer& k,
+                          const F32& weights, const AnyBuffer& k_scale, const S32& starts,
+                          const S32& ends, const AnyBuffer& page_table, Dims indices, Dims values,
+                          bool relu, int64_t page_size, IndexerFwdParams* p) {
+  const bool paged = present(page_table);
+  DSA_FFI_RETURN_IF_ERROR(read_operands(op, q, k, weights, k_scale, starts, ends, relu, p, paged));
+  if (paged) {
+    DSA_FFI_RETURN_IF_ERROR(read_pages(op, page_table, k.dimensions()[0], page_size, p));
+  }
+  DSA_FFI_RETURN_IF_ERROR(
+      check_range(op, "the number of keys of a request", p->keys, 0, limits::topk::kMaxSize));
+  DSA_FFI_RETURN_IF_ERROR(check_rank(op, "indices", indices, {"B", "T", "K"}));
+  DSA_FFI_RETURN_IF_ERROR(check_shape(op, "indices", indices, {p->batch, p->queries, indices[2]}));
+  return check_shape(op, "values", values, {p->batch, p->queries, indices[2]});
+}
+
+// The operands -> indices [B, T, K], values [B, T, K], and a workspace for the logits of at least
+// one query
 ffi::Error indexer_topk_fwd(cudaStream_t stream, AnyBuffer q, AnyBuffer k, F32 weights,
                             AnyBuffer k_scale, S32 starts, S32 ends, AnyBuffer page_table,
                             Result<S32> indices, Result<F32> values, Result<F32> logits,
@@ -120,22 +138,12 @@ ffi::Error indexer_topk_fwd(cudaStream_t stream, AnyBuffer q, AnyBuffer k, F32 w
   constexpr const char* kOp = "indexer_topk_fwd";
   IndexerTopkParams params;
   IndexerFwdParams& p = params.logits;
-  const bool paged = present(page_table);
-  DSA_FFI_RETURN_IF_ERROR(
-      read_operands(kOp, q, k, weights, k_scale, starts, ends, relu, &p, paged));
-  if (paged) {
-    DSA_FFI_RETURN_IF_ERROR(read_pages(kOp, page_table, k.dimensions()[0], page_size, &p));
-  }
-  DSA_FFI_RETURN_IF_ERROR(check_rank(kOp, "indices", indices->dimensions(), {"B", "T", "K"}));
+  DSA_FFI_RETURN_IF_ERROR(read_selection(kOp, q, k, weights, k_scale, starts, ends, page_table,
+                                         indices->dimensions(), values->dimensions(), relu,
+                                         page_size, &p));
   params.k = indices->dimensions()[2];
   DSA_FFI_RETURN_IF_ERROR(
-      check_shape(kOp, "indices", indices->dimensions(), {p.batch, p.queries, params.k}));
-  DSA_FFI_RETURN_IF_ERROR(
-      check_shape(kOp, "values", values->dimensions(), {p.batch, p.queries, params.k}));
-  DSA_FFI_RETURN_IF_ERROR(
       check_range(kOp, "min(K, S)", std::min(params.k, p.keys), 0, limits::topk::kMaxSelected));
-  DSA_FFI_RETURN_IF_ERROR(
-      check_range(kOp, "the number of keys of a request", p.keys, 0, limits::topk::kMaxSize));
   DSA_FFI_RETURN_IF_ERROR(
       check_workspace(kOp, "logits", logits->size_bytes(), 4 * std::max<int64_t>(p.keys, 1)));
   p.out = logits->typed_data();
@@ -143,6 +151,45 @@ ffi::Error indexer_topk_fwd(cudaStream_t stream, AnyBuffer q, AnyBuffer k, F32 w
   params.indices = indices->typed_data();
   params.values = values->typed_data();
   return launch_status(kOp, launch_indexer_topk(params, stream));
+}
+
+// The operands of indexer_topk_fwd and candidates [B, T, M], numbers of blocks of block_size keys
+// -> indices [B, T, K], values [B, T, K], and a workspace for the lists and logits of at least one
+//    query
+ffi::Error indexer_candidates_fwd(cudaStream_t stream, AnyBuffer q, AnyBuffer k, F32 weights,
+                                  AnyBuffer k_scale, S32 starts, S32 ends, AnyBuffer page_table,
+                                  S32 candidates, Result<S32> indices, Result<F32> values,
+                                  Result<F32> workspace, Attr<bool, "relu"> relu,
+                                  Attr<int64_t, "page_size"> page_size,
+                                  Attr<int64_t, "block_size"> block_size) {
+  constexpr const char* kOp = "indexer_candidates_fwd";
+  IndexerCandidatesParams params = {};
+  IndexerFwdParams& p = params.logits;
+  DSA_FFI_RETURN_IF_ERROR(read_selection(kOp, q, k, weights, k_scale, starts, ends, page_table,
+                                         indices->dimensions(), values->dimensions(), relu,
+                                         page_size, &p));
+  DSA_FFI_RETURN_IF_ERROR(check_rank(kOp, "candidates", candidates.dimensions(), {"B", "T", "M"}));
+  params.slots = candidates.dimensions()[2];
+  DSA_FFI_RETURN_IF_ERROR(
+      check_shape(kOp, "candidates", candidates.dimensions(), {p.batch, p.queries, params.slots}));
+  DSA_FFI_RETURN_IF_ERROR(check_range(kOp, "block_size", block_size, 1, limits::kInt32Max));
+  DSA_FFI_RETURN_IF_ERROR(check_range(kOp, "S / block_size", ceil_div<int64_t>(p.keys, block_size),
+                                      0, limits::indexer::kMaxCandidateBlocks));
+  params.k = indices->dimensions()[2];
+  DSA_FFI_RETURN_IF_ERROR(
+      check_range(kOp, "min(K, M * block_size)",
+                  std::min(params.k, indexer_candidate_keys(p.keys, params.slots, block_size)), 0,
+                  limits::topk::kMaxSelected));
+  DSA_FFI_RETURN_IF_ERROR(
+      check_workspace(kOp, "workspace", workspace->size_bytes(),
+                      4 * indexer_candidates_row_words(p.keys, params.slots, block_size)));
+  params.candidates = candidates.typed_data();
+  params.block_size = static_cast<int>(block_size);
+  params.workspace = workspace->typed_data();
+  params.capacity = static_cast<int64_t>(workspace->element_count());
+  params.indices = indices->typed_data();
+  params.values = values->typed_data();
+  return launch_status(kOp, launch_indexer_candidates(params, stream));
 }
 
 // q [B, T, G, J, C], k [B, S, C], weights [B, T, G, J]?, k_scale [B, S]?, starts [B, T]?,
@@ -279,6 +326,7 @@ ffi::Error indexer_topk_bwd(cudaStream_t stream, BF16 q, BF16 k, F32 weights, An
   return launch_status(kOp, launch_indexer_bwd(params, stream));
 }
 
+DSA_FFI_HANDLER("jax_dsa.indexer_candidates_fwd.v1", indexer_candidates_fwd);
 DSA_FFI_HANDLER("jax_dsa.indexer_block_topk_fwd.v1", indexer_block_topk_fwd);
 DSA_FFI_HANDLER("jax_dsa.indexer_logits_fwd.v1", indexer_logits_fwd);
 DSA_FFI_HANDLER("jax_dsa.indexer_topk_bwd.v1", indexer_topk_bwd);

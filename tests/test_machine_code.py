@@ -52,8 +52,10 @@ STACKS = {
     "Li128ELi128ELb0ELb0EEEEEvNS_24MaskedAttentionBwdParams": 144,
     "Lb1ELb1EEEEEvNS_24MaskedAttentionBwdParams": 48,  # the same with biases
     "masked_attention10fwd_kernel": 40,
+    # The same with three MMA warpgroups, which also leave 32 registers to the producer.
+    "Li3ELi0ELb1EEEEEvNS_24MaskedAttentionFwdParams": 104,
     "mqa_decode10few_kernel": 8,
-    "mqa_decode11wide_kernel": 56,
+    "mqa_decode11wide_kernel": 48,
     "sparse_attention10fwd_kernel": 8,
     "sparse_attention12union_kernel": 8,
     "sparse_attention14inverse_kernel": 16,

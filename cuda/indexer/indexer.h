@@ -57,6 +57,36 @@ struct IndexerTopkParams {
 
 cudaError_t launch_indexer_topk(const IndexerTopkParams& params, cudaStream_t stream);
 
+// Top-k of the logits inside candidate blocks. Blocks count from `starts`. The workspace holds the
+// lists and logits of as many queries at a time as fit.
+struct IndexerCandidatesParams {
+  IndexerFwdParams logits;    // `out` and `whole_rows` are not used
+  const int32_t* candidates;  // [batch, queries, slots]: numbers of blocks in any order; those that
+                              // the query does not see, and negative ones, are ignored
+  int64_t slots;
+  int block_size;    // >= 1; there may be at most kIndexerMaxCandidateBlocks blocks
+  float* workspace;  // [capacity]; 16-byte aligned
+  int64_t capacity;  // at least indexer_candidates_row_words
+  int32_t* indices;  // [batch, queries, k]
+  float* values;     // [batch, queries, k]
+  int64_t k;         // as in TopkParams
+};
+
+inline constexpr int64_t kIndexerMaxCandidateBlocks = int64_t{1} << 20;
+
+// Returns the largest number of candidate keys of a query, rounded up to a multiple of 4.
+constexpr int64_t indexer_candidate_keys(int64_t keys, int64_t slots, int64_t block_size) {
+  return ((slots < keys / block_size + 1 ? slots * block_size : keys) + 3) / 4 * 4;
+}
+
+// Returns the size of the lists and logits of one query in 32-bit words.
+constexpr int64_t indexer_candidates_row_words(int64_t keys, int64_t slots, int64_t block_size) {
+  const int64_t blocks = (keys + block_size - 1) / block_size;
+  return indexer_candidate_keys(keys, slots, block_size) + (slots < blocks ? slots : blocks) + 1;
+}
+
+cudaError_t launch_indexer_candidates(const IndexerCandidatesParams& params, cudaStream_t stream);
+
 // A block of keys: its largest logit among the keys that a query sees, and the first key that has
 // it. NaN counts as the largest.
 struct alignas(8) BlockScore {

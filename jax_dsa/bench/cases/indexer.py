@@ -23,7 +23,8 @@ def indexer(size: Scale) -> Iterator[Case]:
     The note of a case says what it is: "topk" selects for many queries, "decode" for one new token
     per request, and "paged" the same with a paged cache. Both decode cases count the bytes of the
     keys. "blocks" selects blocks of 128 keys for each head, as MiniMax-M3 does, and "blocks-shared"
-    for all heads together. The backward pass runs over the selected keys.
+    for all heads together. "candidates" selects inside M blocks of b keys, and "shared" means that
+    64 neighbouring queries have the same blocks. The backward pass runs over the selected keys.
     """
 
     def make(dims: Dims, dtype: str, key: jax.Array) -> tuple:
@@ -98,12 +99,35 @@ def indexer(size: Scale) -> Iterator[Case]:
         ("bf16", 4096, 8192, 64),
         ("bf16", 8192, 8192, 4),
         ("bf16", 8192, 131072, 4),
+        ("bf16", 8192, 131072, 64),
     ):
         dims = size(T=t, S=s, J=j, C=128, K=2048)
         work = {FP8 if dtype == "fp8" else BF16: 2 * j * 128 * visible_pairs(dims["T"], dims["S"])}
         build = functools.partial(make, dims, dtype)
         call = functools.partial(select, dims["K"])
         yield Case("indexer", "fwd", dims, dtype, build, call, work, note="topk")
+
+    def make_candidates(dims: Dims, dtype: str, share: int, key: jax.Array) -> tuple:
+        """Draws a block from each of M intervals of the blocks that the first query sees."""
+        t, s, m, b = (dims[x] for x in "TSMb")
+        blocks, slots = (s - t) // b, jnp.arange(m)
+        low, high = slots * blocks // m, (slots + 1) * blocks // m
+        lists = jax.random.randint(key, (-(-t // share), m), low, high)
+        lists = jnp.repeat(lists, share, axis=0)[None, :t]
+        return lists, *make(dims, dtype, key)
+
+    def select_inside(block: int, top_k: int, lists: Any, *args: Any, **kwargs: Any) -> Any:
+        return select(top_k, *args, candidates=lists, candidate_block_size=block, **kwargs)
+
+    for dtype in ("fp8", "bf16"):
+        for block, share in ((8, 1), (8, 64), (128, 1), (128, 64)):
+            dims = size(T=8192, S=131072, J=64, C=128, M=16384 // block, b=block, K=2048)
+            build = functools.partial(make_candidates, dims, dtype, share)
+            call = functools.partial(select_inside, block, dims["K"])
+            pairs = dims["T"] * dims["M"] * block
+            work = {FP8 if dtype == "fp8" else BF16: 2 * 64 * 128 * pairs}
+            note = "candidates-shared" if share > 1 else "candidates"
+            yield Case("indexer", "fwd", dims, dtype, build, call, work, note=note)
 
     for s in (8192, 131072):
         for per_head in (True, False):

@@ -28,6 +28,7 @@ from jax_dsa.ops.topk.cuda import selects
 
 # The limits of the kernels. tests/test_ffi.py compares them with those of the extension.
 CHANNELS = (32, 64, 128)
+MAX_CANDIDATE_BLOCKS = 2**20
 MAX_HEADS = 64
 MAX_KEYS = 2**31 - 1 - 4096
 MAX_SLOTS = 8192
@@ -45,6 +46,10 @@ MIN_BLOCK_SIZE = 64
 # would gain from a larger one. Results do not depend on the size.
 LOGITS_BUDGET = 144 * 10**6
 
+# The same inside candidate blocks, for logits and lists of blocks. The rows are shorter: with 16384
+# candidate keys, 64 MiB hold about 900 queries, seven for each SM.
+CANDIDATES_BUDGET = 64 * 2**20
+
 # Bytes of scores and logits that the kernels of `indexer_block_topk` hold in memory at a time. A
 # chunk of queries occupies all SMs at any length, because the SMs divide its keys.
 BLOCKS_BUDGET = 60 * 2**20
@@ -59,13 +64,17 @@ def logits_fwd_supports(options: Options, x: Operands) -> str | None:
 
 def topk_fwd_supports(options: Options, x: Operands) -> str | None:
     """Returns why the kernels of `indexer_topk` do not support a call, or None if they do."""
-    if x.candidates is not None:
-        return "it takes no 'candidates'"
     if (options.page_size or 0) % PAGE_MULTIPLE != 0:
         return f"it takes pages of a multiple of {PAGE_MULTIPLE} keys, got {options.page_size}"
     if x.page_table is not None and not 0 < x.k.shape[1] <= MAX_KEYS:
         return f"it takes pools of 1 to {MAX_KEYS} keys, got {x.k.shape[1]}"
-    return logits_fwd_supports(options, x) or selects(options.top_k, _keys(options, x))
+    keys = _keys(options, x)
+    if x.candidates is not None:
+        block = _candidate_block(options, keys)
+        if -(-keys // block) > MAX_CANDIDATE_BLOCKS:
+            return f"it takes up to {MAX_CANDIDATE_BLOCKS} blocks of keys, got {-(-keys // block)}"
+        keys = min(keys, x.candidates.shape[2] * block)
+    return logits_fwd_supports(options, x) or selects(options.top_k, keys)
 
 
 def topk_bwd_supports(options: Options, x: Selected, dy: Selection) -> str | None:
@@ -156,6 +165,8 @@ def indexer_topk_fwd(options: Options, avals: Selection, x: Operands) -> Selecti
 
     The workspace holds the logits of some queries. The kernels process these queries at a time.
     """
+    if x.candidates is not None:
+        return _candidates_fwd(options, avals, x)
     keys = max(1, _keys(options, x))
     queries = min(x.q.shape[0] * x.q.shape[1], LOGITS_BUDGET // (4 * keys))
     workspace = jax.ShapeDtypeStruct((max(1, queries) * keys,), jnp.float32)
@@ -167,6 +178,35 @@ def indexer_topk_fwd(options: Options, avals: Selection, x: Operands) -> Selecti
         page_size=np.int64(options.page_size or 0),
     )
     return Selection(indices, logits)
+
+
+def _candidates_fwd(options: Options, avals: Selection, x: Operands) -> Selection:
+    """Runs the kernels that score candidate blocks only.
+
+    The workspace holds, for some queries at a time, the logits of a query's candidate keys, the
+    list of its blocks, and their number.
+    """
+    assert x.candidates is not None
+    keys, (batch, queries, slots) = _keys(options, x), x.candidates.shape
+    block = _candidate_block(options, keys)
+    row = -(-min(keys, slots * block) // 4) * 4 + min(slots, -(-keys // block)) + 1
+    count = max(1, min(batch * queries, CANDIDATES_BUDGET // (4 * row)))
+    workspace = jax.ShapeDtypeStruct((count * row,), jnp.float32)
+    indices, logits, _ = ffi.call(
+        "jax_dsa.indexer_candidates_fwd.v1",
+        x,
+        [*avals, workspace],
+        relu=np.bool_(options.relu),
+        page_size=np.int64(options.page_size or 0),
+        block_size=np.int64(block),
+    )
+    return Selection(indices, logits)
+
+
+def _candidate_block(options: Options, keys: int) -> int:
+    """Returns the number of keys in a candidate block, at most that of all keys."""
+    assert options.candidate_block_size is not None
+    return min(options.candidate_block_size, max(1, keys))
 
 
 def indexer_topk_bwd(options: Options, avals: Gradients, x: Selected, dy: Selection) -> Gradients:
