@@ -23,6 +23,7 @@
 #include "sparse_attention/sparse_attention.h"
 #include "sparse_mla/sparse_mla.h"
 #include "sparse_mla/sparse_mla_decode.h"
+#include "topk/topk.h"
 
 namespace nb = nanobind;
 using namespace nb::literals;
@@ -299,4 +300,6 @@ NB_MODULE(_cuda, m) {
   m.def("portable_since", &portable_since);
   m.def("targets", &targets);
   m.def("tiers", &tiers);
+  m.def("topk_workspace_bytes", &jax_dsa::topk_workspace_bytes, nb::kw_only(), "rows"_a, "size"_a,
+        "k"_a);
 }
