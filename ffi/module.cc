@@ -279,6 +279,8 @@ NB_MODULE(_cuda, m) {
         "tokens"_a, "ratio"_a, "halves"_a, "dim"_a);
   m.def("gated_pool_tiles", &jax_dsa::gated_pool_tiles, nb::kw_only(), "ratio"_a, "halves"_a,
         "dim"_a);
+  m.def("htree_decode_shared_bytes", &jax_dsa::htree_decode_shared_bytes, nb::kw_only(),
+        "group_heads"_a, "dim"_a, "compression"_a, "top_k"_a);
   m.def("htree_decode_workspace", &htree_decode_workspace, nb::kw_only(), "batch"_a, "capacity"_a,
         "queries"_a, "heads"_a, "groups"_a, "dim"_a, "compression"_a, "top_k"_a);
   m.def("htree_workspaces", &htree_workspaces, nb::kw_only(), "batch"_a, "tokens"_a, "queries"_a,

@@ -51,6 +51,7 @@ def hopper_only(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 PASSES = {p.name: p for p in passes()}
+PARTLY = {"htree_fwd"}  # over a cache only
 
 
 @pytest.mark.parametrize("gpu", [*OTHERS, HOPPER])
@@ -182,7 +183,7 @@ def test_python_and_the_handlers_agree_about_portable_kernels() -> None:
     assert len(since) > 20 and set(since.values()) <= {"kHopperOnly", "kEveryGpu", "kFp8Gpu"}
     checked = 0
     for p in passes():
-        if p.kernel is None:
+        if p.kernel is None or p.name in PARTLY:
             continue
         targets = re.findall(r'"(jax_dsa\.[\w.]+)"', inspect.getsource(p.kernel.run))
         if not targets:
