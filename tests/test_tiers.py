@@ -51,7 +51,8 @@ def hopper_only(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 PASSES = {p.name: p for p in passes()}
-PARTLY = {"htree_fwd"}  # over a cache only
+# Passes whose portable kernels cover only some of the calls, by pass.
+PARTLY = {"htree_fwd": "kernel over a cache"}
 
 
 @pytest.mark.parametrize("gpu", [*OTHERS, HOPPER])
@@ -194,6 +195,29 @@ def test_python_and_the_handlers_agree_about_portable_kernels() -> None:
         assert (p.kernel.portable is not None) == ("kHopperOnly" not in constants), p.name
         assert p.kernel.portable is None or p.kernel.portable_since == expected, p.name
     assert checked > 10
+
+
+def table_of_gpus() -> str:
+    """Returns the table of docs/which.md."""
+    columns = {
+        "H100, H200": HOPPER,
+        "A100, A10, RTX 30": AMPERE[0],
+        "L40S, RTX 40 and 50, B200": ADA,
+    }
+    lines = [f"| pass | {' | '.join(columns)} |", "| --- |" + " --- |" * len(columns)]
+    for p in passes():
+        if p.kernel is None:
+            continue
+        cells = ["kernel"]
+        for gpu in list(columns.values())[1:]:
+            has = p.kernel.portable is not None and gpu >= p.kernel.portable_since
+            cells.append((PARTLY.get(p.name) or "kernel") if has else "XLA")
+        lines.append(f"| `{p.name}` | {' | '.join(cells)} |")
+    return "\n".join(lines)
+
+
+def test_the_table_of_gpus() -> None:
+    assert table_of_gpus() in (ROOT / "docs" / "which.md").read_text(), table_of_gpus()
 
 
 def test_the_extension_agrees() -> None:
