@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import inspect
 import itertools
+import os
 import re
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -225,3 +228,41 @@ def test_the_extension_agrees() -> None:
     assert set(extension.tiers()) <= {"hopper", "portable"}
     assert set(extension.portable_since()) <= set(extension.targets())
     assert set(extension.portable_since().values()) <= {(8, 0), (8, 9)}
+
+
+# Calls operators whose kernels run on every GPU, and compares them with their XLA implementations.
+PROGRAM = """
+import functools
+import jax, jax.numpy as jnp, numpy as np
+import jax_dsa
+from jax_dsa.core.capabilities import capabilities
+
+tiers = {p.name: p.tiers for p in capabilities().passes}
+assert tiers["topk_fwd"] == tiers["quantize_fp8"] == ("portable",), tiers
+key = jax.random.key(0)
+
+def same(call, *args):
+    both = [jax.jit(functools.partial(call, implementation=x))(*args) for x in ("cuda", "xla")]
+    for got, expected in zip(*map(jax.tree.leaves, both), strict=True):
+        np.testing.assert_array_equal(np.float32(got), np.float32(expected))
+
+for rows, size, k in ((1, 2**18, 2048), (3, 70001, 4096), (300, 9000, 100), (40, 8000, 2048)):
+    x = jax.random.normal(key, (rows, size))
+    same(functools.partial(jax_dsa.topk, top_k=k, return_values=True), x)
+    same(functools.partial(jax_dsa.topk, top_k=k), jnp.round(4 * x))  # ties
+    comb = jnp.where(jnp.arange(size) % 127 < 2, x + 100, x)
+    same(functools.partial(jax_dsa.topk, top_k=k), comb)
+x = jax.random.normal(key, (300, 1000), jnp.bfloat16)
+same(jax_dsa.quantize_fp8, x)
+same(jax_dsa.dequantize_fp8, *jax_dsa.quantize_fp8(x))
+"""
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("kib", ["", "163", "99"])
+def test_the_portable_tier_on_this_gpu(kib: str) -> None:
+    where = os.environ | {"JAX_DSA_TIER": "portable", "JAX_DSA_SHARED_KIB": kib}
+    done = subprocess.run(
+        [sys.executable, "-c", PROGRAM], env=where, capture_output=True, text=True
+    )
+    assert done.returncode == 0, done.stderr[-4000:]

@@ -30,6 +30,7 @@ int conversion_failures() {
 }
 
 int main(int argc, char** argv) {
+  emulator::machine.gpu = emulator::kPortableGpus[0];  // has the least shared memory
   int failures = conversion_failures();
   for (const fp8_problem::Case& c : fp8_problem::kCases) {
     emulator::machine.options = emulator::schedules(argc, argv, 0)[0];
