@@ -150,6 +150,18 @@ def test_builds_without_a_tier(machine: Any, tiers: tuple, gpu: tuple, why: str)
     assert ffi.tier_of(gpu) == (None if why else tiers[0])
 
 
+def test_the_portable_tier_can_be_forced_for_a_while(machine: Any) -> None:
+    machine(HOPPER)
+    assert ffi.has_both_tiers()
+    before = os.environ.get("JAX_DSA_TIER")
+    with pytest.raises(RuntimeError, match="inside"), ffi.portable_tier():
+        assert ffi.tier_of(HOPPER) == "portable" and not ffi.has_both_tiers()
+        raise RuntimeError("inside")
+    assert ffi.tier_of(HOPPER) == "hopper" and (os.environ.get("JAX_DSA_TIER") or None) == before
+    machine(HOPPER, ADA)
+    assert not ffi.has_both_tiers()
+
+
 def test_a_build_without_portable_kernels_cannot_be_asked_for_them(
     machine: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
