@@ -15,17 +15,22 @@ _FLAGS = [
 ]
 _HOPPER = ["--generate-code=arch=compute_90a,code=[sm_90a]"]
 
-# JAX_DSA_PORTABLE_ARCHITECTURES of CMakeLists.txt for nvcc 12.8 and newer.
-_PORTABLE = ["--generate-code=arch=compute_80,code=[compute_80,sm_80]"] + [
-    "--generate-code=arch=compute_%d,code=[sm_%d]" % (x, x)
-    for x in [86, 89, 90, 100, 120]
+# What CMakeLists.txt compiles with nvcc 12.8 and newer. Kernels with FP8 operands have "fp8" in their paths.
+_PORTABLE = [
+    "--generate-code=arch=compute_80,code=[compute_80,sm_80,sm_86,sm_89]",
+    "--generate-code=arch=compute_90,code=[sm_90,sm_100,sm_120]",
+]
+_PORTABLE_FP8 = [
+    "--generate-code=arch=compute_80,code=[compute_80,sm_80,sm_86]",
+    "--generate-code=arch=compute_89,code=[sm_89]",
+    "--generate-code=arch=compute_90,code=[sm_90,sm_100,sm_120]",
 ]
 
 def _cuda_object(ctx):
     out = ctx.actions.declare_file(ctx.label.name + ".pic.o")
     args = ctx.actions.args()
     args.add_all(_FLAGS)
-    args.add_all(_PORTABLE if ctx.attr.portable else _HOPPER)
+    args.add_all(_HOPPER if not ctx.attr.portable else _PORTABLE_FP8 if "fp8" in ctx.file.src.path else _PORTABLE)
     args.add("-c", ctx.file.src)
     args.add("-o", out)
     ctx.actions.run(

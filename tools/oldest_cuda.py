@@ -104,11 +104,6 @@ KERNELS = {
 
 # Portable kernels, which are also compiled for the oldest GPU.
 PORTABLE = {
-    "htree/build.cuh": ["htree::build_kernel<128, 16>"],
-    "htree/decode.cuh": [
-        "htree::decode_kernel<64, 8, jax_dsa::htree::DecodeStep::kAttend, true>",
-        "htree::combine_kernel<64>",
-    ],
     "mqa_decode/combine.cuh": KERNELS["mqa_decode/combine.cuh"],
     "sparse_mla/combine.cuh": ["sparse_mla::combine_kernel"],
     "gated_pool/pool.cuh": KERNELS["gated_pool/pool.cuh"],
