@@ -108,6 +108,8 @@ STACKS = {
     "sparse_mla13decode_kernel": 32,
     "sparse_mla14fwd_few_kernel": 8,  # at the end of a work tile
     "topk11topk_kernel": 16,
+    "topk12split_kernel": 32,
+    "topk14combine_kernel": 16,
     "topk15resident_kernel": 64,
 }
 
