@@ -117,7 +117,10 @@ STACKS = {
 # The same for the machine code for GPUs other than Hopper, where it differs.
 PORTABLE_STACKS = {
     "block_mask12tiles_kernel": 8,
+    "dequantize_kernel": 8,
+    "quantize_tiles_cu": 16,
     "htree12build_kernel": 8,
+    "htree13decode_kernel": 112,
     "topk11topk_kernel": 32,
     "topk14combine_kernel": 24,
 }
