@@ -96,13 +96,16 @@ STACKS = {
     "htree13scores_kernel": 40,
     "htree14queries_kernel": 24,
     "indexer10fwd_kernel": 88,
+    "indexer16block_max_kernel": 8,  # outside of the loop over keys
     "masked_attention10bwd_kernel": 32,
     # The same with a warpgroup for dQ. The producer, which has 32 registers, uses this stack.
     "Li128ELi128ELb0ELb0EEEEEvNS_24MaskedAttentionBwdParams": 144,
     "Lb1ELb1EEEEEvNS_24MaskedAttentionBwdParams": 48,  # the same with biases
     "masked_attention10fwd_kernel": 40,
+    # The same with three MMA warpgroups, which also leave 32 registers to the producer.
+    "Li3ELi0ELb1EEEEEvNS_24MaskedAttentionFwdParams": 104,
     "mqa_decode10few_kernel": 8,
-    "mqa_decode11wide_kernel": 56,
+    "mqa_decode11wide_kernel": 48,
     "sparse_attention10fwd_kernel": 8,
     "sparse_attention12union_kernel": 8,
     "sparse_attention14inverse_kernel": 16,
@@ -166,10 +169,7 @@ def test_programs_compile_without_more_spills_or_a_serialised_wgmma(
 def test_programs_have_every_kernel(sanitize: ModuleType) -> None:
     words = (word for p in PROGRAMS for word in sanitize.build_command(p, p))
     built = {(ROOT / word).resolve() for word in words}  # Bazel's tests see links to the sources
-    missing = {
-        str(p.relative_to(ROOT)) for p in ROOT.glob("cuda/*/*.cu") if p.resolve() not in built
-    }
-    assert missing == {"cuda/indexer/topk.cu"}  # it only calls launchers of other files
+    assert not [p for p in ROOT.glob("cuda/*/*.cu") if p.resolve() not in built]
 
 
 def line_of(path: Path, text: str) -> int:

@@ -26,7 +26,7 @@ cudaError_t launch_main_kernel(const MaskedAttentionBwdParams& p, const BwdWorks
   if (scheduler.work_tiles == 0) return cudaSuccess;
   if (scheduler.work_tiles > INT32_MAX - 4096) return cudaErrorInvalidValue;
   Bounds bounds;
-  DSA_RETURN_IF_CUDA_ERROR(find_bounds(p, w.queries, w.segments, &bounds, stream));
+  DSA_RETURN_IF_CUDA_ERROR(find_bounds<kQueryTile>(p, w.queries, w.segments, &bounds, stream));
   const int64_t blocks = ceil_div(scheduler.work_tiles, int64_t{kKeyBoundsThreads / 32});
   if (bounds.queries) {
     DSA_RETURN_IF_CUDA_ERROR(launch_blocks(
