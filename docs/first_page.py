@@ -257,9 +257,7 @@ def far(rows: list[dict[str, str]]) -> plt.Figure:
         late.plot(range(1, len(own) + 1), losses, "o-", color=color, markersize=3, label=model)
     late.set(title="validation loss, nats per byte", xlabel="sixteenth of a sequence of 8192")
     late.legend(fontsize=8)
-    copies = {
-        row["model"]: float(row["value"]) for row in rows if row["measure"] == "copy"
-    }
+    copies = {row["model"]: float(row["value"]) for row in rows if row["measure"] == "copy"}
     copy.barh(list(copies), list(copies.values()), color=[colors.get(x, "#bbbbbb") for x in copies])
     copy.set(title="distant copies", xlabel="nats per byte")
     copy.invert_yaxis()

@@ -158,10 +158,10 @@ ffi::Error mean_pool_bwd(cudaStream_t stream, AnyBuffer starts, AnyBuffer dkeys,
   return launch_status(kOp, launch_mean_pool_bwd(params, stream));
 }
 
-DSA_FFI_HANDLER("jax_dsa.gated_pool_bwd.v1", gated_pool_bwd);
-DSA_FFI_HANDLER("jax_dsa.gated_pool_fwd.v1", gated_pool_fwd);
-DSA_FFI_HANDLER("jax_dsa.mean_pool_bwd.v1", mean_pool_bwd);
-DSA_FFI_HANDLER("jax_dsa.mean_pool_fwd.v1", mean_pool_fwd);
+DSA_FFI_HANDLER("jax_dsa.gated_pool_bwd.v1", gated_pool_bwd, kEveryGpu);
+DSA_FFI_HANDLER("jax_dsa.gated_pool_fwd.v1", gated_pool_fwd, kEveryGpu);
+DSA_FFI_HANDLER("jax_dsa.mean_pool_bwd.v1", mean_pool_bwd, kEveryGpu);
+DSA_FFI_HANDLER("jax_dsa.mean_pool_fwd.v1", mean_pool_fwd, kEveryGpu);
 
 }  // namespace
 }  // namespace jax_dsa

@@ -12,6 +12,7 @@
 #include <string>
 
 #include "common/limits.h"
+#include "common/tier.h"
 #include "ffi/handler.h"
 #include "ffi/limits.h"
 #include "gated_pool/gated_pool.h"
@@ -22,6 +23,7 @@
 #include "sparse_attention/sparse_attention.h"
 #include "sparse_mla/sparse_mla.h"
 #include "sparse_mla/sparse_mla_decode.h"
+#include "topk/topk.h"
 
 namespace nb = nanobind;
 using namespace nb::literals;
@@ -34,12 +36,31 @@ nb::dict targets() {
   std::sort(sorted.begin(), sorted.end(),
             [](const auto& a, const auto& b) { return a.name < b.name; });
   nb::dict out;
-  for (const auto& [name, handler] : sorted) {
+  for (const auto& [name, handler, portable_since] : sorted) {
     const nb::str key(name.data(), name.size());
     if (out.contains(key)) {
       throw nb::value_error(("two handlers have the target " + std::string(name)).c_str());
     }
     out[key] = nb::capsule(reinterpret_cast<void*>(handler));
+  }
+  return out;
+}
+
+// Returns the tiers that this build contains.
+nb::tuple tiers() {
+  nb::list out;
+  if (jax_dsa::kHasHopperTier) out.append("hopper");
+  if (jax_dsa::kHasPortableTier) out.append("portable");
+  return nb::tuple(out);
+}
+
+// Target name -> (major, minor), the least compute capability of its portable kernels. A target
+// without portable kernels is missing.
+nb::dict portable_since() {
+  nb::dict out;
+  for (const auto& [name, handler, since] : jax_dsa::registered_targets()) {
+    if (since == jax_dsa::kHopperOnly) continue;
+    out[nb::str(name.data(), name.size())] = nb::make_tuple(since / 10, since % 10);
   }
   return out;
 }
@@ -264,6 +285,8 @@ NB_MODULE(_cuda, m) {
         "tokens"_a, "ratio"_a, "halves"_a, "dim"_a);
   m.def("gated_pool_tiles", &jax_dsa::gated_pool_tiles, nb::kw_only(), "ratio"_a, "halves"_a,
         "dim"_a);
+  m.def("htree_decode_shared_bytes", &jax_dsa::htree_decode_shared_bytes, nb::kw_only(),
+        "group_heads"_a, "dim"_a, "compression"_a, "top_k"_a);
   m.def("htree_decode_workspace", &htree_decode_workspace, nb::kw_only(), "batch"_a, "capacity"_a,
         "queries"_a, "heads"_a, "groups"_a, "dim"_a, "compression"_a, "top_k"_a);
   m.def("htree_workspaces", &htree_workspaces, nb::kw_only(), "batch"_a, "tokens"_a, "queries"_a,
@@ -282,5 +305,10 @@ NB_MODULE(_cuda, m) {
         "by_rows"_a);
   m.def("sparse_mla_decode_splits", &sparse_mla_decode_splits, nb::kw_only(), "items"_a, "slots"_a,
         "batch_invariant"_a);
+  m.def("force_portable_tier", [](bool forced) { jax_dsa::portable_tier_forced() = forced; });
+  m.def("portable_since", &portable_since);
   m.def("targets", &targets);
+  m.def("tiers", &tiers);
+  m.def("topk_workspace_bytes", &jax_dsa::topk_workspace_bytes, nb::kw_only(), "rows"_a, "size"_a,
+        "k"_a);
 }

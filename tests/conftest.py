@@ -9,6 +9,7 @@ from __future__ import annotations
 import gc
 import os
 import pathlib
+import re
 from typing import TYPE_CHECKING, Any
 
 # Tests of sharding need eight CPU devices. Autotuning would take most of a GPU's compilation time,
@@ -29,11 +30,12 @@ import hypothesis
 import jax
 import numpy as np
 import pytest
+from support.machine import Extension
 
 from jax_dsa.core import ffi
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Callable, Iterator
 
 HAS_GPU = pathlib.Path("/proc/driver/nvidia/version").exists()
 SEED = int(os.environ.get("JAX_DSA_TEST_SEED") or 0)
@@ -52,6 +54,7 @@ def pytest_configure(config: pytest.Config) -> None:
     """Passes the seed on to hypothesis, before its plugin reads the option."""
     if os.environ.get("JAX_DSA_TEST_SEED"):
         config.option.hypothesis_seed = str(SEED)
+    ffi.gpus()  # is cached, so that tests which replace the extension do not ask the replacement
 
 
 def pytest_report_header() -> str:
@@ -83,6 +86,17 @@ def pytest_sessionfinish(session: pytest.Session, exitstatus: int) -> None:
     if gpu_tests("skipped") and not gpu_tests("passed"):
         reporter.write_line("every GPU test was skipped on a machine with a GPU", red=True)
         session.exitstatus = pytest.ExitCode.TESTS_FAILED
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_call() -> Iterator[None]:
+    """With JAX_DSA_TIER=portable, skips tests of kernels that only Hopper has (docs/which.md)."""
+    try:
+        yield
+    except NotImplementedError as error:
+        if ffi.portable_tier_forced() and re.search(r"JAX_DSA_TIER|other than Hopper", str(error)):
+            pytest.skip(str(error))
+        raise
 
 
 @pytest.fixture(autouse=True)
@@ -121,6 +135,20 @@ def rng(seed: int) -> np.random.Generator:
 def without_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
     """Makes default calls use the XLA implementation, as if the extension were not installed."""
     monkeypatch.setattr(ffi, "status", lambda: (False, "a test says so"))
+
+
+@pytest.fixture
+def machine(monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
+    """A function that simulates a machine with the extension and the given GPUs."""
+    ask = ffi._machine
+    monkeypatch.delenv("JAX_DSA_TIER", raising=False)
+
+    def pretend(*gpus: tuple[int, int], **others: Any) -> None:
+        monkeypatch.setattr(ffi, "_LOADED", (True, ""))
+        monkeypatch.setattr(ffi, "extension", lambda: Extension(*gpus, **others))
+        monkeypatch.setattr(ffi, "_machine", ask.__wrapped__)  # without the cache
+
+    return pretend
 
 
 @pytest.fixture(scope="session")

@@ -3,6 +3,7 @@
 #include "indexer/launch.cuh"
 #include "memory.h"
 #include "problems/indexer_candidates_problem.h"
+#include "topk/cluster.cu"
 #include "topk/dispatch.cu"
 
 namespace {

@@ -2,7 +2,7 @@
 //   nvcc -std=c++20 -O3 -gencode arch=compute_90a,code=sm_90a -Icuda -Itests/kernels \
 //       -o indexer_blocks_check tests/kernels/gpu/indexer_blocks_check.cu \
 //       cuda/indexer/block_*.cu cuda/indexer/dispatch.cu cuda/indexer/fwd_*.cu \
-//       cuda/indexer/topk.cu cuda/topk/dispatch.cu
+//       cuda/indexer/topk.cu cuda/topk/cluster.cu cuda/topk/dispatch.cu
 //   ./indexer_blocks_check [test|small|bench]
 // Rates count the pairs of a query and a key that it sees.
 #include <string>
