@@ -113,4 +113,9 @@ int64_t masked_attention_fwd_workspace_bytes(const MaskedAttentionFwdParams& par
 cudaError_t launch_masked_attention_fwd(const MaskedAttentionFwdParams& params,
                                         cudaStream_t stream);
 
+// The same with instructions of sm_80 only, for every GPU since then.
+int64_t portable_masked_attention_fwd_workspace_bytes(const MaskedAttentionFwdParams& params);
+cudaError_t launch_portable_masked_attention_fwd(const MaskedAttentionFwdParams& params,
+                                                 cudaStream_t stream);
+
 }  // namespace jax_dsa

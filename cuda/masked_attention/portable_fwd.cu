@@ -1,0 +1,82 @@
+// Launcher of the portable masked attention forward kernel.
+
+#include "common/error.h"
+#include "masked_attention/launch.h"
+#include "masked_attention/masked_attention.h"
+#include "masked_attention/portable_fwd.cuh"
+
+namespace jax_dsa {
+namespace {
+
+using namespace masked_attention;
+
+template <typename Tr>
+cudaError_t launch_traits(const MaskedAttentionFwdParams& p, const Device& device,
+                          cudaStream_t stream) {
+  const TileScheduler scheduler(p, p.heads, Tr::kQueries, device.l2_bytes);
+  if (scheduler.work_tiles > INT32_MAX) return cudaErrorInvalidValue;
+  auto* const queries = static_cast<QueryBounds*>(p.workspace);
+  auto* const segments = reinterpret_cast<SegmentBounds*>(queries + bounded_query_tiles(p));
+  Bounds bounds;
+  DSA_RETURN_IF_CUDA_ERROR(find_bounds(p, queries, segments, &bounds, stream));
+  DSA_RETURN_IF_CUDA_ERROR(prefer_shared_memory(portable_fwd_kernel<Tr>, kMaxSharedBytes / 1024));
+  return launch_blocks(portable_fwd_kernel<Tr>, scheduler.work_tiles, Tr::kThreads,
+                       sizeof(PortableFwdShared<Tr>), stream, p, scheduler, bounds);
+}
+
+// Launches tiles of kKeys keys if two CTAs with them fit in an SM, else tiles of kFewKeys keys.
+template <DType kType, bool kGeneral, bool kBias, int kD, int kE, int kRowTiles, int kKeys,
+          int kFewKeys>
+cudaError_t launch_tiles(const MaskedAttentionFwdParams& p, cudaStream_t stream) {
+  using Tr = PortableFwdTraits<kType, kD, kE, kGeneral, kBias, kRowTiles, kKeys, 2>;
+  using Few = PortableFwdTraits<kType, kD, kE, kGeneral, kBias, kRowTiles, kFewKeys, 2>;
+  static_assert(sizeof(PortableFwdShared<Few>) <= kMinSharedBytes);
+  Device device;
+  DSA_RETURN_IF_CUDA_ERROR(current_device(&device));
+  const int64_t needed = 2 * (sizeof(PortableFwdShared<Tr>) + kReservedSharedBytes);
+  return needed <= device.shared_bytes + kReservedSharedBytes
+             ? launch_traits<Tr>(p, device, stream)
+             : launch_traits<Few>(p, device, stream);
+}
+
+// The tile sizes by head dim: dim, value dim, row tiles per warp, keys and few keys.
+template <DType kType, bool kGeneral, bool kBias>
+cudaError_t launch_dims(const MaskedAttentionFwdParams& p, cudaStream_t stream) {
+  const int dim = p.dim, value_dim = p.value_dim;
+  if (dim <= 64 && value_dim <= 64) {
+    return launch_tiles<kType, kGeneral, kBias, 64, 64, 2, kBias ? 64 : 128, kBias ? 32 : 64>(
+        p, stream);
+  }
+  if constexpr (!kBias) {
+    if (dim <= 96 && value_dim <= 96) {
+      return launch_tiles<kType, kGeneral, kBias, 96, 96, 2, 64, 32>(p, stream);
+    }
+  }
+  if (dim <= 128 && value_dim <= 128) {
+    return launch_tiles<kType, kGeneral, kBias, 128, 128, 2, 64, 32>(p, stream);
+  }
+  if constexpr (!kBias) {
+    if (dim <= 192 && value_dim <= 128) {
+      return launch_tiles<kType, kGeneral, kBias, 192, 128, 2, 64, 32>(p, stream);
+    }
+  }
+  return launch_tiles<kType, kGeneral, kBias, 256, 256, 1, 64, 32>(p, stream);
+}
+
+}  // namespace
+
+int64_t portable_masked_attention_fwd_workspace_bytes(const MaskedAttentionFwdParams& p) {
+  return bounded_query_tiles(p) * int64_t{sizeof(QueryBounds)} +
+         bounded_key_tiles(p) * int64_t{sizeof(SegmentBounds)};
+}
+
+cudaError_t launch_portable_masked_attention_fwd(const MaskedAttentionFwdParams& p,
+                                                 cudaStream_t stream) {
+  if (p.batch == 0 || p.queries == 0 || p.heads == 0) return cudaSuccess;
+  if (!dims_fit(p)) return cudaErrorInvalidValue;
+  return launch_kind(p, [&]<DType kType, bool kGeneral, bool kBias>() {
+    return launch_dims<kType, kGeneral, kBias>(p, stream);
+  });
+}
+
+}  // namespace jax_dsa
