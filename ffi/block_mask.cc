@@ -110,9 +110,9 @@ ffi::Error block_mask_compress(cudaStream_t stream, AnyBuffer mask, AnyBuffer st
                                                        packed->typed_data(), stream));
 }
 
-DSA_FFI_HANDLER("jax_dsa.block_mask_classify.v1", block_mask_classify);
-DSA_FFI_HANDLER("jax_dsa.block_mask_compress.v1", block_mask_compress);
-DSA_FFI_HANDLER("jax_dsa.block_mask_pack.v1", block_mask_pack);
+DSA_FFI_HANDLER("jax_dsa.block_mask_classify.v1", block_mask_classify, kEveryGpu);
+DSA_FFI_HANDLER("jax_dsa.block_mask_compress.v1", block_mask_compress, kEveryGpu);
+DSA_FFI_HANDLER("jax_dsa.block_mask_pack.v1", block_mask_pack, kEveryGpu);
 
 }  // namespace
 }  // namespace jax_dsa

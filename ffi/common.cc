@@ -3,6 +3,8 @@
 #include <algorithm>
 #include <vector>
 
+#include "common/device.h"
+
 namespace jax_dsa {
 namespace {
 
@@ -48,11 +50,36 @@ std::string dtype_string(DataType dtype) {
   }
 }
 
+// What a user can do if a program calls a kernel that the GPU cannot run. A program that is traced
+// beside the GPU does not.
+constexpr const char* kWayOut =
+    "trace and compile the program on a machine with the same GPU, or use implementation='xla'";
+
 }  // namespace
 
 std::vector<Target>& registered_targets() {
   static std::vector<Target> targets;
   return targets;
+}
+
+ffi::Error check_gpu(std::string_view target, int portable_since) {
+  // The target is "jax_dsa.OPERATOR.vVERSION".
+  const std::string_view name = target.substr(target.find('.') + 1);
+  const std::string op(name.substr(0, name.find('.')));
+  Device device;
+  if (const cudaError_t e = current_device(&device); e != cudaSuccess) {
+    return launch_status(op.c_str(), e);
+  }
+  if (device.tier == Tier::kHopper) return ffi::Error::Success();
+  // Kernels of both tiers are always compiled for Hopper.
+  const bool built = kHasPortableTier || device.compute_capability == kHopper;
+  if (built && device.compute_capability >= portable_since) return ffi::Error::Success();
+  const int cc = device.compute_capability;
+  std::string what = op + ": there is no kernel for this GPU of compute capability " +
+                     std::to_string(cc / 10) + "." + std::to_string(cc % 10);
+  if (cc == kHopper && portable_tier_forced()) what += " in the portable tier (JAX_DSA_TIER)";
+  if (!kHasPortableTier) what += ", because the extension was built without the portable tier";
+  return ffi::Error(ffi::ErrorCode::kUnimplemented, what + "; " + kWayOut);
 }
 
 std::string shape_string(Dims dims) {
@@ -165,10 +192,9 @@ ffi::Error launch_status(const char* op, cudaError_t status) {
           "of them exceeds 2^31 - 1; split the batch or the queries into several calls, or use "
           "implementation='xla'");
     case cudaErrorNoKernelImageForDevice:
+    case cudaErrorNotSupported:
       return ffi::Error(ffi::ErrorCode::kUnimplemented,
-                        std::string(op) +
-                            ": the CUDA kernels are compiled for Hopper (sm_90a), which this GPU "
-                            "is not; use implementation='xla'");
+                        std::string(op) + ": no kernel for this GPU covers the call; " + kWayOut);
     default:
       return ffi::Error::Internal(std::string(op) +
                                   ": the launch failed: " + cudaGetErrorString(status));

@@ -109,8 +109,8 @@ ffi::Error gated_pool_bwd(cudaStream_t stream, AnyBuffer values, AnyBuffer gates
   return launch_status(kOp, launch_gated_pool_bwd(params, stream));
 }
 
-DSA_FFI_HANDLER("jax_dsa.gated_pool_bwd.v1", gated_pool_bwd);
-DSA_FFI_HANDLER("jax_dsa.gated_pool_fwd.v1", gated_pool_fwd);
+DSA_FFI_HANDLER("jax_dsa.gated_pool_bwd.v1", gated_pool_bwd, kEveryGpu);
+DSA_FFI_HANDLER("jax_dsa.gated_pool_fwd.v1", gated_pool_fwd, kEveryGpu);
 
 }  // namespace
 }  // namespace jax_dsa

@@ -188,9 +188,9 @@ ffi::Error indexer_topk_bwd(cudaStream_t stream, BF16 q, BF16 k, F32 weights, An
   return launch_status(kOp, launch_indexer_bwd(params, stream));
 }
 
-DSA_FFI_HANDLER("jax_dsa.indexer_logits_fwd.v1", indexer_logits_fwd);
-DSA_FFI_HANDLER("jax_dsa.indexer_topk_bwd.v1", indexer_topk_bwd);
-DSA_FFI_HANDLER("jax_dsa.indexer_topk_fwd.v1", indexer_topk_fwd);
+DSA_FFI_HANDLER("jax_dsa.indexer_logits_fwd.v1", indexer_logits_fwd, kHopperOnly);
+DSA_FFI_HANDLER("jax_dsa.indexer_topk_bwd.v1", indexer_topk_bwd, kHopperOnly);
+DSA_FFI_HANDLER("jax_dsa.indexer_topk_fwd.v1", indexer_topk_fwd, kHopperOnly);
 
 }  // namespace
 }  // namespace jax_dsa

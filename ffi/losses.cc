@@ -129,9 +129,9 @@ ffi::Error dense_indexer_kl_loss_fwd(cudaStream_t stream, BF16 index_q, BF16 ind
   return launch_status(kOp, launch_dense_loss(params, stream));
 }
 
-DSA_FFI_HANDLER("jax_dsa.dense_indexer_kl_loss_fwd.v1", dense_indexer_kl_loss_fwd);
-DSA_FFI_HANDLER("jax_dsa.indexer_kl_loss_bwd.v2", indexer_kl_loss_bwd);
-DSA_FFI_HANDLER("jax_dsa.indexer_kl_loss_fwd.v2", indexer_kl_loss_fwd);
+DSA_FFI_HANDLER("jax_dsa.dense_indexer_kl_loss_fwd.v1", dense_indexer_kl_loss_fwd, kHopperOnly);
+DSA_FFI_HANDLER("jax_dsa.indexer_kl_loss_bwd.v2", indexer_kl_loss_bwd, kHopperOnly);
+DSA_FFI_HANDLER("jax_dsa.indexer_kl_loss_fwd.v2", indexer_kl_loss_fwd, kEveryGpu);
 
 }  // namespace
 }  // namespace jax_dsa

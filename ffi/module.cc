@@ -12,6 +12,7 @@
 #include <string>
 
 #include "common/limits.h"
+#include "common/tier.h"
 #include "ffi/handler.h"
 #include "ffi/limits.h"
 #include "gated_pool/gated_pool.h"
@@ -34,12 +35,31 @@ nb::dict targets() {
   std::sort(sorted.begin(), sorted.end(),
             [](const auto& a, const auto& b) { return a.name < b.name; });
   nb::dict out;
-  for (const auto& [name, handler] : sorted) {
+  for (const auto& [name, handler, portable_since] : sorted) {
     const nb::str key(name.data(), name.size());
     if (out.contains(key)) {
       throw nb::value_error(("two handlers have the target " + std::string(name)).c_str());
     }
     out[key] = nb::capsule(reinterpret_cast<void*>(handler));
+  }
+  return out;
+}
+
+// Returns the tiers that this build contains.
+nb::tuple tiers() {
+  nb::list out;
+  if (jax_dsa::kHasHopperTier) out.append("hopper");
+  if (jax_dsa::kHasPortableTier) out.append("portable");
+  return nb::tuple(out);
+}
+
+// Target name -> (major, minor), the least compute capability of its portable kernels. A target
+// without portable kernels is missing.
+nb::dict portable_since() {
+  nb::dict out;
+  for (const auto& [name, handler, since] : jax_dsa::registered_targets()) {
+    if (since == jax_dsa::kHopperOnly) continue;
+    out[nb::str(name.data(), name.size())] = nb::make_tuple(since / 10, since % 10);
   }
   return out;
 }
@@ -276,5 +296,7 @@ NB_MODULE(_cuda, m) {
         "by_rows"_a);
   m.def("sparse_mla_decode_splits", &sparse_mla_decode_splits, nb::kw_only(), "items"_a, "slots"_a,
         "batch_invariant"_a);
+  m.def("portable_since", &portable_since);
   m.def("targets", &targets);
+  m.def("tiers", &tiers);
 }

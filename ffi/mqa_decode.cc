@@ -99,7 +99,7 @@ ffi::Error mqa_decode(cudaStream_t stream, BF16 q, AnyBuffer k, AnyBuffer v, S32
   return launch_status(kOp, launch_mqa_decode(params, stream));
 }
 
-DSA_FFI_HANDLER("jax_dsa.mqa_decode.v3", mqa_decode);
+DSA_FFI_HANDLER("jax_dsa.mqa_decode.v3", mqa_decode, kHopperOnly);
 
 }  // namespace
 }  // namespace jax_dsa

@@ -42,7 +42,7 @@ ffi::Error topk_fwd(cudaStream_t stream, F32 x, S32 starts, S32 ends, Result<S32
   return launch_status(kOp, launch_topk(params, stream));
 }
 
-DSA_FFI_HANDLER("jax_dsa.topk_fwd.v2", topk_fwd);
+DSA_FFI_HANDLER("jax_dsa.topk_fwd.v2", topk_fwd, kHopperOnly);
 
 }  // namespace
 }  // namespace jax_dsa

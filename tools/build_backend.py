@@ -7,7 +7,8 @@ not run, and nothing is compiled.
 
 The FFI headers come from the oldest jaxlib that the package supports, because XLA loads a kernel
 only if it was built against an API version no newer than its own. `JAX_DSA_FFI_INCLUDE` names
-another directory with the headers, for machines that cannot download that jaxlib.
+another directory with the headers, for machines that cannot download that jaxlib. `JAX_DSA_TIERS`
+and `JAX_DSA_PORTABLE_ARCHITECTURES` are passed on to CMake (CMakeLists.txt describes them).
 """
 
 from __future__ import annotations
@@ -63,9 +64,9 @@ def _settings(config_settings: dict[str, Any] | None) -> dict[str, Any]:
     if not _should_build_cuda():
         return settings | {"wheel.cmake": "false"}
     settings["wheel.py-api"] = "cp312"  # the stable ABI; older Pythons ignore it
-    include = os.environ.get("JAX_DSA_FFI_INCLUDE")
-    if include:
-        settings["cmake.define.JAX_DSA_FFI_INCLUDE"] = include
+    for name in ("JAX_DSA_FFI_INCLUDE", "JAX_DSA_TIERS", "JAX_DSA_PORTABLE_ARCHITECTURES"):
+        if given := os.environ.get(name):
+            settings[f"cmake.define.{name}"] = given
     return settings
 
 

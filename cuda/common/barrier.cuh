@@ -118,13 +118,18 @@ __device__ __forceinline__ void counter_wait(const uint32_t* counter, uint32_t c
 }
 
 // ---- programmatic dependent launch; see launch_pdl in common/launch.cuh -------------------------
+// In code for GPUs before sm_90 these functions do nothing, and launch_pdl is an ordinary launch.
 
 __device__ __forceinline__ void launch_dependents() {
+#if __CUDA_ARCH__ >= 900
   asm volatile("griddepcontrol.launch_dependents;" ::: "memory");
+#endif
 }
 
 __device__ __forceinline__ void grid_dependency_wait() {
+#if __CUDA_ARCH__ >= 900
   asm volatile("griddepcontrol.wait;" ::: "memory");
+#endif
 }
 
 }  // namespace jax_dsa

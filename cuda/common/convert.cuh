@@ -5,6 +5,7 @@
 
 #include <cstdint>
 
+#include "common/e4m3.cuh"
 #include "common/types.h"
 
 namespace jax_dsa {
@@ -92,6 +93,10 @@ __device__ __forceinline__ float2 unpack_16(uint32_t packed) {
 
 // Converts four e4m3 values exactly.
 __device__ __forceinline__ void unpack_e4m3(uint32_t packed, float (&x)[4]) {
+#if __CUDA_ARCH__ < 890
+#pragma unroll
+  for (int i = 0; i < 4; ++i) x[i] = float_of_e4m3(packed >> (8 * i) & 0xff);
+#else
   asm("{\n.reg .b16 low, high, a, b, c, d;\n.reg .b32 ab, cd;\n"
       "mov.b32 {low, high}, %4;\n"
       "cvt.rn.f16x2.e4m3x2 ab, low;\ncvt.rn.f16x2.e4m3x2 cd, high;\n"
@@ -99,6 +104,22 @@ __device__ __forceinline__ void unpack_e4m3(uint32_t packed, float (&x)[4]) {
       "cvt.f32.f16 %0, a;\ncvt.f32.f16 %1, b;\ncvt.f32.f16 %2, c;\ncvt.f32.f16 %3, d;\n}\n"
       : "=f"(x[0]), "=f"(x[1]), "=f"(x[2]), "=f"(x[3])
       : "r"(packed));
+#endif
+}
+
+// Rounds four floats to e4m3, the first to the lowest byte. Magnitudes above 448 give 448.
+__device__ __forceinline__ uint32_t pack_e4m3(float a, float b, float c, float d) {
+#if __CUDA_ARCH__ < 890
+  return e4m3_of_floats(a, b, c, d);
+#else
+  uint32_t packed;
+  asm("{\n.reg .b16 low, high;\n"
+      "cvt.rn.satfinite.e4m3x2.f32 low, %2, %1;\ncvt.rn.satfinite.e4m3x2.f32 high, %4, %3;\n"
+      "mov.b32 %0, {low, high};\n}\n"
+      : "=r"(packed)
+      : "f"(a), "f"(b), "f"(c), "f"(d));
+  return packed;
+#endif
 }
 
 // ---- operations on packed values ----------------------------------------------------------------

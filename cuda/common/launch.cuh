@@ -13,7 +13,7 @@
 namespace jax_dsa {
 
 // Sets how many KiB of an SM's combined memory a kernel prefers as shared memory. The rest is the
-// L1 cache.
+// L1 cache. The share is that of Hopper's memory.
 template <typename... Params>
 cudaError_t prefer_shared_memory(void (*kernel)(Params...), int kib) {
   return cudaFuncSetAttribute(kernel, cudaFuncAttributePreferredSharedMemoryCarveout,
@@ -54,10 +54,16 @@ cudaError_t launch_with(const cudaLaunchAttribute& attribute, void (*kernel)(Par
 
 // Launches a grid with programmatic dependent launch. It starts once all CTAs of the preceding
 // kernel in the stream have called launch_dependents or have ended, and must call
-// grid_dependency_wait before it reads that kernel's results.
+// grid_dependency_wait before it reads that kernel's results. Code that was compiled for GPUs
+// before sm_90 does not wait, whichever GPU runs it, so its launch is an ordinary one.
 template <typename... Params>
 cudaError_t launch_pdl(void (*kernel)(Params...), int64_t blocks, int threads, int shared_bytes,
                        cudaStream_t stream, const std::type_identity_t<Params>&... params) {
+  cudaFuncAttributes code = {};
+  DSA_RETURN_IF_CUDA_ERROR(cudaFuncGetAttributes(&code, kernel));
+  if (code.ptxVersion < 90) {
+    return launch_blocks(kernel, blocks, threads, shared_bytes, stream, params...);
+  }
   cudaLaunchAttribute serialization = {};
   serialization.id = cudaLaunchAttributeProgrammaticStreamSerialization;
   serialization.val.programmaticStreamSerializationAllowed = 1;

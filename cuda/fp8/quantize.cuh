@@ -4,7 +4,6 @@
 
 #include <cuda_bf16.h>
 #include <cuda_fp16.h>
-#include <cuda_fp8.h>
 
 #include "common/ptx.cuh"
 #include "common/types.h"
@@ -126,9 +125,7 @@ __device__ __forceinline__ float max_magnitude(float amax, float2 x) {
 }
 
 __device__ __forceinline__ uint32_t to_e4m3(float2 low, float2 high) {
-  const uint32_t a = __nv_cvt_float2_to_fp8x2(low, __NV_SATFINITE, __NV_E4M3);
-  const uint32_t b = __nv_cvt_float2_to_fp8x2(high, __NV_SATFINITE, __NV_E4M3);
-  return a | b << 16;
+  return pack_e4m3(low.x, low.y, high.x, high.y);
 }
 
 __device__ __forceinline__ int clamp(int64_t x, int high) {

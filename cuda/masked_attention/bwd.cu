@@ -134,11 +134,12 @@ cudaError_t launch_dims(const MaskedAttentionBwdParams& p, cudaStream_t stream) 
 
 }  // namespace
 
-int64_t masked_attention_bwd_workspace_bytes(const MaskedAttentionBwdParams& p) {
+int64_t hopper::masked_attention_bwd_workspace_bytes(const MaskedAttentionBwdParams& p) {
   return BwdWorkspace(p, template_dim(p)).bytes;
 }
 
-cudaError_t launch_masked_attention_bwd(const MaskedAttentionBwdParams& p, cudaStream_t stream) {
+cudaError_t hopper::launch_masked_attention_bwd(const MaskedAttentionBwdParams& p,
+                                                cudaStream_t stream) {
   if (!dims_fit(p) || (p.deterministic && num_bias_sums(p) > 0)) return cudaErrorInvalidValue;
   return launch_kind(p, [&]<DType kType, bool kGeneral, bool kBias>() {
     return launch_dims<kType, kGeneral, kBias>(p, stream);

@@ -168,9 +168,21 @@ struct Block {
   std::vector<Exchange> warps;
 };
 
+// A kind of GPU, as dispatchers see it.
+struct Gpu {
+  const char* name;
+  int compute_capability;  // 10 * major + minor
+  int shared_bytes;        // the most that a CTA can have
+};
+inline constexpr Gpu kHopperGpu = {"Hopper", 90, kSharedBytes};
+// GPUs that run the portable tier, one for each size of shared memory.
+inline constexpr Gpu kPortableGpus[] = {
+    {"99 KiB", 86, 99 * 1024}, {"163 KiB", 80, 163 * 1024}, {"227 KiB", 100, kSharedBytes}};
+
 struct Machine {
-  Options options;                // for the launches to come
-  int num_sms = 2;                // each SM runs one CTA
+  Options options;  // for the launches to come
+  Gpu gpu = kHopperGpu;
+  int num_sms = 2;  // each SM runs one CTA
   std::mt19937_64 random;
   jmp_buf scheduler;
   Fiber* current = nullptr;
@@ -295,6 +307,9 @@ inline void report_deadlock() {
 // Runs CTAs `first` to `first + blocks - 1` of a grid at the same time.
 inline void run(unsigned first, unsigned blocks, unsigned grid, unsigned threads,
                 size_t shared_bytes, std::function<void()> kernel) {
+  if (shared_bytes > static_cast<size_t>(machine.gpu.shared_bytes)) {
+    fail("a CTA has more shared memory than the GPU offers");
+  }
   machine.random.seed(machine.options.seed);
   machine.threads = threads;
   machine.blocks = grid;

@@ -8,8 +8,9 @@ int main(int argc, char** argv) {
       argc, argv,
       {"dense", "causal", "200 dims, segments, softcap", "segments and ranges", "bias",
        "bias, 256 dims", "keys of -1e9", "sinks"},
-      {227}, [](const AttentionCase& c, const std::vector<emulator::Options>& schedules) {
-        check_forward(c, schedules, launch_masked_attention_fwd,
-                      masked_attention_fwd_workspace_bytes);
+      {&emulator::kHopperGpu, 1},
+      [](const AttentionCase& c, const std::vector<emulator::Options>& schedules) {
+        check_forward(c, schedules, hopper::launch_masked_attention_fwd,
+                      hopper::masked_attention_fwd_workspace_bytes);
       });
 }

@@ -8,8 +8,9 @@ int main(int argc, char** argv) {
       argc, argv,
       {"dense", "causal", "200 dims, segments, softcap", "segments and ranges", "bias",
        "bias, 256 dims", "keys of -1e9", "saturated softcap, 192 and 128"},
-      {227}, [](const AttentionCase& c, const std::vector<emulator::Options>& schedules) {
-        check_backward(c, schedules, launch_masked_attention_bwd,
-                       masked_attention_bwd_workspace_bytes);
+      {&emulator::kHopperGpu, 1},
+      [](const AttentionCase& c, const std::vector<emulator::Options>& schedules) {
+        check_backward(c, schedules, hopper::launch_masked_attention_bwd,
+                       hopper::masked_attention_bwd_workspace_bytes);
       });
 }

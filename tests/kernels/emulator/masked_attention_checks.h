@@ -2,6 +2,8 @@
 // portable kernels share them.
 #pragma once
 
+#include <span>
+
 #include "emulator.h"
 #include "problems/masked_attention_problem.h"
 
@@ -100,25 +102,33 @@ inline void check_backward(const AttentionCase& c, const std::vector<emulator::O
   }
 }
 
-// Runs check(c, schedules) for every case, or for the small ones, with each of these sizes of
-// shared memory; small cases take the sizes in turn. Returns the exit code.
+// Runs check(c, schedules) for every case, or for the small ones, on each of these GPUs. Small
+// cases take the GPUs in turn. Returns the exit code.
 template <typename Check>
 int run_attention_cases(int argc, char** argv, std::initializer_list<const char*> small_cases,
-                        const std::vector<int>& shared_kib, Check check) {
+                        std::span<const emulator::Gpu> gpus, Check check) {
   const auto cases = emulator::cases(argc, argv, kAttentionCases, small_cases);
   for (size_t i = 0; i < cases.size(); ++i) {
     const AttentionCase& c = cases[i];
     if (argc > 2 && !strstr(c.name, argv[2])) continue;
     const auto schedules = emulator::schedules(argc, argv, &c - kAttentionCases);
-    for (size_t j = 0; j < shared_kib.size(); ++j) {
-      if (emulator::small(argc, argv) && j != i % shared_kib.size()) continue;
-      emulator::machine.shared_limit = shared_kib[j] * 1024;
-      if (shared_kib.size() > 1) printf("%d KiB: ", shared_kib[j]);
+    for (size_t j = 0; j < gpus.size(); ++j) {
+      if (emulator::small(argc, argv) && j != i % gpus.size()) continue;
+      emulator::machine.gpu = gpus[j];
+      if (gpus.size() > 1) printf("%s:\n", gpus[j].name);
       check(c, schedules);
     }
   }
   printf(failures ? "FAILED %d\n" : "all good\n", failures);
   return failures != 0;
+}
+
+// Calls a portable launcher with the emulated device.
+template <auto kLaunch, typename Params>
+cudaError_t launch_on_device(const Params& p, cudaStream_t stream) {
+  Device device;
+  emulator::require(current_device(&device));
+  return kLaunch(p, device, stream);
 }
 
 }  // namespace jax_dsa

@@ -9,8 +9,9 @@ int main(int argc, char** argv) {
       argc, argv,
       {"dense", "causal", "200 dims, segments, softcap", "segments and ranges", "bias",
        "bias, 256 dims", "keys of -1e9", "sinks"},
-      {227, 163, 99}, [](const AttentionCase& c, const std::vector<emulator::Options>& schedules) {
-        check_forward(c, schedules, launch_portable_masked_attention_fwd,
-                      portable_masked_attention_fwd_workspace_bytes);
+      emulator::kPortableGpus,
+      [](const AttentionCase& c, const std::vector<emulator::Options>& schedules) {
+        check_forward(c, schedules, launch_on_device<portable::launch_masked_attention_fwd>,
+                      portable::masked_attention_fwd_workspace_bytes);
       });
 }

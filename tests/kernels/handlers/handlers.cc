@@ -31,8 +31,12 @@
 // The functions of CUDA's runtime that handlers call, for a machine without it.
 const char* cudaGetErrorString(cudaError_t) { return "an error"; }
 cudaError_t cudaGetDevice(int* device) { return *device = 0, cudaSuccess; }
-cudaError_t cudaDeviceGetAttribute(int* value, cudaDeviceAttr, int) {
-  return *value = 132, cudaSuccess;
+int compute_capability = 90;
+cudaError_t cudaDeviceGetAttribute(int* value, cudaDeviceAttr attribute, int) {
+  *value = attribute == cudaDevAttrComputeCapabilityMajor   ? compute_capability / 10
+           : attribute == cudaDevAttrComputeCapabilityMinor ? compute_capability % 10
+                                                            : 132;
+  return cudaSuccess;
 }
 
 namespace jax_dsa {
@@ -502,6 +506,35 @@ void test_topk() {
          "topk_fwd: 'x' has shape (3, 50), expected (B, T, S)");
 }
 
+// Which GPUs a handler accepts, by the compute capability since which it has portable kernels.
+void test_gpus() {
+  const auto refused = [](int on, int since) {
+    compute_capability = on;
+    const ffi::Error error = check_gpu("jax_dsa.topk_fwd.v2", since);
+    compute_capability = 90;
+    return error.success() ? "" : error.message();
+  };
+  for (const int on : {80, 86, 89, 90, 100, 103, 120}) {
+    check_true("a kernel for every GPU", refused(on, kEveryGpu).empty());
+    check_true("a kernel for Hopper", refused(on, kHopperOnly).empty() == (on == 90));
+    check_true("an FP8 kernel", refused(on, kFp8Gpu).empty() == (on >= 89));
+  }
+  const auto expect_refusal = [&](int on, int since, const std::string& gpu) {
+    const std::string got = refused(on, since);
+    const std::string expected =
+        "topk_fwd: there is no kernel for this GPU of compute capability " + gpu +
+        "; trace and compile the program on a machine with the same GPU, or use "
+        "implementation='xla'";
+    if (got != expected) ++failures, printf("got \"%s\"\n", got.c_str());
+  };
+  expect_refusal(75, kEveryGpu, "7.5");
+  expect_refusal(86, kHopperOnly, "8.6");
+  expect_refusal(120, kHopperOnly, "12.0");
+  expect("a call that no kernel covers", launch_status("topk_fwd", cudaErrorNotSupported),
+         "topk_fwd: no kernel for this GPU covers the call; trace and compile the program on a "
+         "machine with the same GPU, or use implementation='xla'");
+}
+
 }  // namespace
 }  // namespace jax_dsa
 
@@ -520,6 +553,7 @@ int main() {
   test_mqa_decode();
   test_htree();
   test_topk();
+  test_gpus();
   printf(failures == 0 ? "all good\n" : "%d failures\n", failures);
   return failures != 0;
 }

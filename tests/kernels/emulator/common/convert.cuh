@@ -5,6 +5,7 @@
 
 #include <cstdint>
 
+#include "common/e4m3.cuh"
 #include "common/types.h"
 #include "emulator.h"
 
@@ -60,14 +61,10 @@ float2 unpack_16(uint32_t packed) {
 }
 
 inline void unpack_e4m3(uint32_t packed, float (&x)[4]) {
-  for (int i = 0; i < 4; ++i) {
-    const int bits = packed >> (8 * i) & 0xff, exponent = bits >> 3 & 15, mantissa = bits & 7;
-    x[i] = (bits & 0x7f) == 0x7f ? NAN
-           : exponent == 0       ? std::ldexp(float(mantissa), -9)
-                                 : std::ldexp(float(8 + mantissa), exponent - 10);
-    if (bits & 0x80) x[i] = -x[i];
-  }
+  for (int i = 0; i < 4; ++i) x[i] = float_of_e4m3(packed >> (8 * i) & 0xff);
 }
+
+inline uint32_t pack_e4m3(float a, float b, float c, float d) { return e4m3_of_floats(a, b, c, d); }
 
 // ---- operations on packed values ----------------------------------------------------------------
 
