@@ -1,28 +1,12 @@
 // Launcher of the portable masked attention forward kernel.
 
-#include "common/error.h"
-#include "masked_attention/launch.h"
 #include "masked_attention/masked_attention.h"
-#include "masked_attention/portable_fwd.cuh"
+#include "masked_attention/portable_fwd_launch.h"
 
 namespace jax_dsa::portable {
 namespace {
 
 using namespace masked_attention;
-
-template <typename Tr>
-cudaError_t launch_traits(const MaskedAttentionFwdParams& p, const Device& device,
-                          cudaStream_t stream) {
-  const TileScheduler scheduler(p, p.heads, Tr::kQueries, device.l2_bytes);
-  if (scheduler.work_tiles > INT32_MAX) return cudaErrorInvalidValue;
-  auto* const queries = static_cast<QueryBounds*>(p.workspace);
-  auto* const segments = reinterpret_cast<SegmentBounds*>(queries + bounded_query_tiles(p));
-  Bounds bounds;
-  DSA_RETURN_IF_CUDA_ERROR(find_bounds(p, queries, segments, &bounds, stream));
-  DSA_RETURN_IF_CUDA_ERROR(prefer_shared_memory(portable_fwd_kernel<Tr>, kMaxSharedBytes / 1024));
-  return launch_blocks(portable_fwd_kernel<Tr>, scheduler.work_tiles, Tr::kThreads,
-                       sizeof(PortableFwdShared<Tr>), stream, p, scheduler, bounds);
-}
 
 // Launches tiles of kKeys keys if two CTAs with them fit in an SM, else tiles of kFewKeys keys.
 template <DType kType, bool kGeneral, bool kBias, int kD, int kE, int kRowTiles, int kKeys,
@@ -34,8 +18,8 @@ cudaError_t launch_tiles(const MaskedAttentionFwdParams& p, const Device& device
   static_assert(sizeof(PortableFwdShared<Few>) <= kMinSharedBytes);
   const int64_t needed = 2 * (sizeof(PortableFwdShared<Tr>) + kReservedSharedBytes);
   return needed <= device.shared_bytes + kReservedSharedBytes
-             ? launch_traits<Tr>(p, device, stream)
-             : launch_traits<Few>(p, device, stream);
+             ? launch_portable<Tr>(p, device, stream)
+             : launch_portable<Few>(p, device, stream);
 }
 
 // The tile sizes by head dim: dim, value dim, row tiles per warp, keys and few keys.
