@@ -5,14 +5,15 @@
 // the 16-byte chunk c of row r is stored at chunk c ^ (r % 8). cp.async, ldmatrix and the functions
 // below then have no bank conflicts. common/tile.cuh describes the same layout for wgmma. Tiles are
 // aligned to 128 bytes. Row and column arguments are multiples of 16 where not stated otherwise.
+//
+// The functions recompute addresses that depend on the thread. If the compiler moved them out of
+// loops, they would cost registers that the accumulators need.
 #pragma once
 
 #include <cstdint>
 
-#include "common/address.cuh"
-#include "common/convert.cuh"
-#include "common/copy.cuh"
 #include "common/mma.cuh"
+#include "common/ptx.cuh"
 
 namespace jax_dsa {
 
@@ -27,7 +28,7 @@ __device__ __forceinline__ void load_tile(uint32_t tile, const void* from, int64
                                           int columns, Exists exists) {
   constexpr int kStep = kThreads / 8;
   static_assert(kRows % kStep == 0 && kStep % 8 == 0);
-  const int row = threadIdx.x / 8, chunk = threadIdx.x % 8;
+  const int thread = thread_index(), row = thread >> 3, chunk = thread & 7;
   const uint32_t to = tile + row * 128 + (chunk ^ row % 8) * 16;
   const uint16_t* at = static_cast<const uint16_t*>(from) + row * stride + chunk * 8;
 #pragma unroll
@@ -80,7 +81,7 @@ class Operand {
   __device__ __forceinline__ Operand(uint32_t tile, int row, int column) {
     // The lane gives the address of a row of one of four 8x8 matrices. The second matrix lies below
     // the first or, in the other order, beside it.
-    const int lane = threadIdx.x % 32;
+    const int lane = thread_index() & 31;
     constexpr bool kDown = (kSide == Side::kA) != kContractsRows;
     const int r = row + lane % 8 + (kDown ? lane / 8 % 2 : lane / 16) * 8;
     const int chunk = column / 8 + (kDown ? lane / 16 : lane / 8 % 2);
@@ -156,7 +157,7 @@ __device__ __forceinline__ void pack_fragments(const float (&d)[kM][kN],
 // rounded to 16 bits. Its columns are those of an operand with kSlice. value(i) returns element i.
 template <DType kType, int kRows, int kN, int kSlice = 64, typename Value>
 __device__ __forceinline__ void store_fragment(uint32_t tile, int row, int column, Value value) {
-  const int lane = threadIdx.x % 32, chunk = column / 8;
+  const int lane = thread_index() & 31, chunk = column / 8;
   const uint32_t at = tile + (chunk / 8 * kRows + row + lane / 4) * 128 +
                       ((chunk ^ lane / 4) & 7) * 16 + lane % 4 * 4;
 #pragma unroll

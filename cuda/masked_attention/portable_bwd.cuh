@@ -67,9 +67,10 @@ struct alignas(128) PortableBwdShared {
   uint8_t ds[Tr::kKeyBlocks][Tr::kStep * 128];
   float lse[2][Tr::kStep], delta[2][Tr::kStep];
   PortableBwdWork work;
+  uint32_t* pending_add[Tr::kWarps];  // the counter of the warp's last addition to dQ
 };
 
-// A step: `kStep` queries of one head. `sub` counts the steps of a tile of 128 queries.
+// A step: `kStep` queries of one head.
 struct PortableStep {
   int head, query;  // query < 0: there is no step
   bool partial, huge;
@@ -86,7 +87,6 @@ __global__ void __launch_bounds__(Tr::kThreads, 1)
   constexpr int kStep = Tr::kStep, kKeys = Tr::kKeys, kM = Tr::kRowTiles;
   auto& shared = dynamic_shared<PortableBwdShared<Tr>>();
   PortableBwdWork& work = shared.work;
-  const int lane = threadIdx.x % 32, warp = uniform(threadIdx.x / 32);
   const int keys = static_cast<int>(p.keys), heads_per_group = p.heads / p.groups;
   const int query_tiles = static_cast<int>(ceil_div(p.queries, int64_t{kQueryTile}));
 
@@ -109,7 +109,7 @@ __global__ void __launch_bounds__(Tr::kThreads, 1)
     }
   }
   __syncthreads();
-  const int batch = work.tile.batch, group = work.tile.group, key = work.tile.key;
+  if (threadIdx.x % 32 == 0) shared.pending_add[threadIdx.x / 32] = nullptr;
 
   // ---- the steps. All warps take the same.
   const int span = work.stop - work.first;
@@ -174,9 +174,9 @@ __global__ void __launch_bounds__(Tr::kThreads, 1)
   };
 
   {
-    const int64_t row = (batch * p.keys + key) * p.groups + group;
+    const int64_t row = (work.tile.batch * p.keys + work.tile.key) * p.groups + work.tile.group;
     const auto seen = [&](int r) {
-      return r < keys - key && !(work.tile.unseen[r / 32] >> r % 32 & 1);
+      return r < keys - work.tile.key && !(work.tile.unseen[r / 32] >> r % 32 & 1);
     };
     load_tile<kKeys, Tr::kDBlocks, Tr::kThreads>(smem_address(shared.k),
                                                  static_cast<const uint16_t*>(p.k) + row * p.dim,
@@ -187,11 +187,17 @@ __global__ void __launch_bounds__(Tr::kThreads, 1)
   }
 
   // ---- products
-  // The place of the warp in the warp tiles.
-  const int score_row = warp % 2 * (kStep / 2), score_key = warp / 2 * Tr::kScoreKeys;
+  // The place of the warp in the warp tiles. These are recomputed where they are used, like all
+  // that depends on the thread; keeping them would cost registers that the accumulators need.
   constexpr int kKeyWarps = kKeys / 32, kQueryWarps = kStep / 32;
-  const int own_key = warp % kKeyWarps * 32, own_column = warp / kKeyWarps * Tr::kSlice;
-  const int dq_row = warp % kQueryWarps * 32, dq_column = warp / kQueryWarps * Tr::kDqSlice;
+  const auto lane = [] { return thread_index() & 31; };
+  const auto warp = [] { return thread_index() >> 5; };
+  const auto score_row = [&] { return warp() % 2 * (kStep / 2); };
+  const auto score_key = [&] { return warp() / 2 * Tr::kScoreKeys; };
+  const auto own_key = [&] { return warp() % kKeyWarps * 32; };
+  const auto own_column = [&] { return warp() / kKeyWarps * Tr::kSlice; };
+  const auto dq_row = [&] { return warp() % kQueryWarps * 32; };
+  const auto dq_column = [&] { return warp() / kQueryWarps * Tr::kDqSlice; };
   const uint32_t p_tile = smem_address(shared.p), ds_tile = smem_address(shared.ds);
   constexpr int kScores = Tr::kScoreKeys / 2;
   const float scale_log2 = Tr::kGeneral ? kLog2E : p.scale * kLog2E;
@@ -200,11 +206,11 @@ __global__ void __launch_bounds__(Tr::kThreads, 1)
   float dk[2][Tr::kD * Tr::kSlice / 128], dv[2][Tr::kE * Tr::kSlice / 128];
   clear_fragments(dk);
   clear_fragments(dv);
-  uint32_t* pending_add = nullptr;  // the counter of the warp's last addition to dQ
   const auto publish_add = [&] {
     __syncwarp();
-    if (lane == 0 && pending_add) counter_add<false>(pending_add);
-    pending_add = nullptr;
+    if (lane() > 0 || !shared.pending_add[warp()]) return;
+    counter_add<false>(shared.pending_add[warp()]);
+    shared.pending_add[warp()] = nullptr;
   };
 
   PortableStep step = next_step(), next;
@@ -220,11 +226,12 @@ __global__ void __launch_bounds__(Tr::kThreads, 1)
       const AttentionBias& b = p.bias;
       const int64_t width = bias_row(p.keys), stride = b.queries == 1 ? 0 : width;
       const int64_t head =
-          int64_t{b.batch == 1 ? 0 : batch} * b.heads + step.head / (p.heads / b.heads);
+          int64_t{b.batch == 1 ? 0 : work.tile.batch} * b.heads + step.head / (p.heads / b.heads);
       load_tile<kStep, Tr::kKeyBlocks, Tr::kThreads>(
           p_tile,
-          static_cast<const uint16_t*>(b.x) + head * b.queries * width + step.query * stride + key,
-          stride, static_cast<int>(min(width - key, int64_t{kKeys})),
+          static_cast<const uint16_t*>(b.x) + head * b.queries * width + step.query * stride +
+              work.tile.key,
+          stride, static_cast<int>(min(width - work.tile.key, int64_t{kKeys})),
           [&](int r) { return step.query + r < p.queries; });
     }
     next = next_step();
@@ -238,14 +245,14 @@ __global__ void __launch_bounds__(Tr::kThreads, 1)
     float s[kM][kScores];
     clear_fragments(s);
     multiply_tiles<kType, Tr::kD / 16>(
-        s, Operand<Side::kA, false, kStep>(q_tile, score_row, 0),
-        Operand<Side::kB, false, kKeys>(smem_address(shared.k), score_key, 0));
+        s, Operand<Side::kA, false, kStep>(q_tile, score_row(), 0),
+        Operand<Side::kB, false, kKeys>(smem_address(shared.k), score_key(), 0));
     if constexpr (Tr::kBias) {
       cp_async_wait();
       __syncthreads();
 #pragma unroll
       for (int m = 0; m < kM; ++m) {
-        const Operand<Side::kA, false, kStep> bias(p_tile, score_row + 16 * m, score_key);
+        const Operand<Side::kA, false, kStep> bias(p_tile, score_row() + 16 * m, score_key());
         add_bias<kType>(s[m], p.scale, [&](int k, uint32_t (&x)[4]) { bias.load(0, k, x); });
       }
     }
@@ -255,17 +262,19 @@ __global__ void __launch_bounds__(Tr::kThreads, 1)
     if (p.deterministic) publish_add();
 
     // P, and S becomes P times the derivative of the softcap.
-    const auto row_of = [&](int m, int i) { return score_row + 16 * m + lane / 4 + i / 2 % 2 * 8; };
+    const auto row_of = [&](int m, int i) {
+      return score_row() + 16 * m + lane() / 4 + i / 2 % 2 * 8;
+    };
     uint32_t visible[2 * kM];
     if (step.partial) {
       uint32_t bits[1][1];
-      const int head = step.head, first = (key + score_key) / 32 * 32;
-      query_bits<32>(p.mask, mask_map_index(p.mask, batch, head, p.heads), batch,
-                     step.query + score_row, p.queries, first, keys, bits);
+      const int head = step.head, first = (work.tile.key + score_key()) / 32 * 32;
+      query_bits<32>(p.mask, mask_map_index(p.mask, work.tile.batch, head, p.heads),
+                     work.tile.batch, step.query + score_row(), p.queries, first, keys, bits);
 #pragma unroll
       for (int j = 0; j < 2 * kM; ++j) {
-        visible[j] = __shfl_sync(~0u, bits[0][0], lane / 4 + 8 * j) >>
-                     ((key + score_key) % 32 + lane % 4 * 2);
+        visible[j] = __shfl_sync(~0u, bits[0][0], lane() / 4 + 8 * j) >>
+                     ((work.tile.key + score_key()) % 32 + lane() % 4 * 2);
       }
     }
     float to_log2 = scale_log2;
@@ -292,7 +301,7 @@ __global__ void __launch_bounds__(Tr::kThreads, 1)
           }
         }
       }
-      store_fragment<kType, kStep, kScores>(p_tile, score_row + 16 * m, score_key, [&](int i) {
+      store_fragment<kType, kStep, kScores>(p_tile, score_row() + 16 * m, score_key(), [&](int i) {
         const int r = i / 2 % 2;
         float x = s[m][i];
         if constexpr (Tr::kGeneral) x = x - huge[r].max_logit - huge[r].log_sum;
@@ -322,8 +331,8 @@ __global__ void __launch_bounds__(Tr::kThreads, 1)
       }
     }
     multiply_tiles<kType, Tr::kE / 16>(
-        dp, Operand<Side::kA, false, kStep>(dout_tile, score_row, 0),
-        Operand<Side::kB, false, kKeys>(smem_address(shared.v), score_key, 0));
+        dp, Operand<Side::kA, false, kStep>(dout_tile, score_row(), 0),
+        Operand<Side::kB, false, kKeys>(smem_address(shared.v), score_key(), 0));
 #pragma unroll
     for (int m = 0; m < kM; ++m) {
 #pragma unroll
@@ -332,28 +341,29 @@ __global__ void __launch_bounds__(Tr::kThreads, 1)
             score_gradients({s[m][i], s[m][i + 1]}, {dp[m][i], dp[m][i + 1]}, step.partial);
         s[m][i] = ds.x, s[m][i + 1] = ds.y;
       }
-      store_fragment<kType, kStep, kScores>(ds_tile, score_row + 16 * m, score_key,
+      store_fragment<kType, kStep, kScores>(ds_tile, score_row() + 16 * m, score_key(),
                                             [&](int i) { return s[m][i]; });
     }
     if constexpr (Tr::kBias) {
       if (w.dbias)
-        add_bias_gradients(p, w.dbias, batch, step.head, step.query + score_row, key + score_key,
-                           s);
+        add_bias_gradients(p, w.dbias, work.tile.batch, step.head, step.query + score_row(),
+                           work.tile.key + score_key(), s);
     }
     __syncthreads();
     if constexpr (Tr::kBias) {
       if (w.dbias == nullptr) {
         const int64_t width = bias_row(p.keys);
-        const int64_t row = (int64_t{batch} * p.heads + step.head) * p.queries + step.query;
+        const int64_t row =
+            (int64_t{work.tile.batch} * p.heads + step.head) * p.queries + step.query;
         store_tile<kStep, kStep, Tr::kKeyBlocks, Tr::kThreads>(
-            ds_tile, static_cast<uint16_t*>(p.dbias) + row * width + key, width,
+            ds_tile, static_cast<uint16_t*>(p.dbias) + row * width + work.tile.key, width,
             static_cast<int>(min(p.queries - step.query, int64_t{kStep})),
-            static_cast<int>(min(width - key, int64_t{kKeys})), threadIdx.x);
+            static_cast<int>(min(width - work.tile.key, int64_t{kKeys})), threadIdx.x);
       }
     }
     multiply_tiles<kType, kStep / 16>(
-        dv, Operand<Side::kA, true, kStep, 32>(p_tile, 0, own_key),
-        Operand<Side::kB, true, kStep, Tr::kSlice>(dout_tile, 0, own_column));
+        dv, Operand<Side::kA, true, kStep, 32>(p_tile, 0, own_key()),
+        Operand<Side::kB, true, kStep, Tr::kSlice>(dout_tile, 0, own_column()));
     if constexpr (Tr::kDoutStages == 1) {
       __syncthreads();
       load_dout(next, 0);
@@ -361,23 +371,24 @@ __global__ void __launch_bounds__(Tr::kThreads, 1)
     float dq[2][Tr::kDqRegisters / 2];
     clear_fragments(dq);
     multiply_tiles<kType, kKeys / 16>(
-        dq, Operand<Side::kA, false, kStep>(ds_tile, dq_row, 0),
-        Operand<Side::kB, true, kKeys, Tr::kDqSlice>(smem_address(shared.k), 0, dq_column));
+        dq, Operand<Side::kA, false, kStep>(ds_tile, dq_row(), 0),
+        Operand<Side::kB, true, kKeys, Tr::kDqSlice>(smem_address(shared.k), 0, dq_column()));
     const int64_t index = step_index(step);
     if (p.deterministic) {
-      pending_add = w.add_counts + index / (kStepQueries / kStep) * (kMaxDqSlices * 4) +
-                    index % (kStepQueries / kStep) * Tr::kWarps + warp;
-      counter_wait<false>(pending_add, earlier_adds);
+      uint32_t* const counter = w.add_counts + index / (kStepQueries / kStep) * (kMaxDqSlices * 4) +
+                                index % (kStepQueries / kStep) * Tr::kWarps + warp();
+      counter_wait<false>(counter, earlier_adds);
       __syncwarp();
+      if (lane() == 0) shared.pending_add[warp()] = counter;
     }
-    float* const sums = w.dq + index * (kStep * Tr::kD) + threadIdx.x;
+    float* const sums = w.dq + index * (kStep * Tr::kD) + thread_index();
 #pragma unroll
     for (int i = 0; i < Tr::kDqRegisters; ++i) {
       atomicAdd(sums + i * Tr::kThreads, dq[i * 2 / Tr::kDqRegisters][i % (Tr::kDqRegisters / 2)]);
     }
     multiply_tiles<kType, kStep / 16>(
-        dk, Operand<Side::kA, true, kStep, 32>(ds_tile, 0, own_key),
-        Operand<Side::kB, true, kStep, Tr::kSlice>(q_tile, 0, own_column));
+        dk, Operand<Side::kA, true, kStep, 32>(ds_tile, 0, own_key()),
+        Operand<Side::kB, true, kStep, Tr::kSlice>(q_tile, 0, own_column()));
     if constexpr (Tr::kQStages == 1) {
       __syncthreads();
       load_q(next, 0);
@@ -390,20 +401,20 @@ __global__ void __launch_bounds__(Tr::kThreads, 1)
   __syncthreads();
 #pragma unroll
   for (int m = 0; m < 2; ++m) {
-    const int row = own_key + 16 * m;
+    const int row = own_key() + 16 * m;
     store_fragment<kType, kKeys, Tr::kD * Tr::kSlice / 128, Tr::kSlice>(
-        smem_address(shared.k), row, own_column, [&](int i) { return dk[m][i] * p.scale; });
+        smem_address(shared.k), row, own_column(), [&](int i) { return dk[m][i] * p.scale; });
     store_fragment<kType, kKeys, Tr::kE * Tr::kSlice / 128, Tr::kSlice>(
-        smem_address(shared.v), row, own_column, [&](int i) { return dv[m][i]; });
+        smem_address(shared.v), row, own_column(), [&](int i) { return dv[m][i]; });
   }
   __syncthreads();
-  const int64_t row = (batch * p.keys + key) * p.groups + group;
+  const int64_t row = (work.tile.batch * p.keys + work.tile.key) * p.groups + work.tile.group;
   store_tile<kKeys, kKeys, Tr::kDBlocks, Tr::kThreads>(
       smem_address(shared.k), static_cast<uint16_t*>(p.dk) + row * p.dim, int64_t{p.groups} * p.dim,
-      keys - key, p.dim, threadIdx.x);
+      keys - work.tile.key, p.dim, threadIdx.x);
   store_tile<kKeys, kKeys, Tr::kEBlocks, Tr::kThreads>(
       smem_address(shared.v), static_cast<uint16_t*>(p.dv) + row * p.value_dim,
-      int64_t{p.groups} * p.value_dim, keys - key, p.value_dim, threadIdx.x);
+      int64_t{p.groups} * p.value_dim, keys - work.tile.key, p.value_dim, threadIdx.x);
 }
 
 // Scales and rounds dQ; one CTA per step, with the threads of the main kernel.
