@@ -116,9 +116,10 @@ struct RegisterOperand {
 
 // d += a b for 16 * kM rows, 8 * kN / 4 columns and 16 * kSteps contracted elements. d[m] is the
 // accumulator fragment of 16 rows: element 4 * n + i belongs to column 8 * n + lane % 4 * 2 + i % 2
-// and to row lane / 4 + i / 2 * 8.
-template <DType kType, int kSteps, int kM, int kN, typename A, typename B>
-__device__ __forceinline__ void multiply_tiles(float (&d)[kM][kN], const A& a, const B& b) {
+// and to row lane / 4 + i / 2 * 8. beside(k) is work to do beside the products of each 16 elements.
+template <DType kType, int kSteps, int kM, int kN, typename A, typename B, typename Beside>
+__device__ __forceinline__ void multiply_tiles(float (&d)[kM][kN], const A& a, const B& b,
+                                               Beside beside) {
 #pragma unroll
   for (int k = 0; k < kSteps; ++k) {
     uint32_t x[kM][4];
@@ -137,7 +138,12 @@ __device__ __forceinline__ void multiply_tiles(float (&d)[kM][kN], const A& a, c
         }
       }
     }
+    beside(k);
   }
+}
+template <DType kType, int kSteps, int kM, int kN, typename A, typename B>
+__device__ __forceinline__ void multiply_tiles(float (&d)[kM][kN], const A& a, const B& b) {
+  multiply_tiles<kType, kSteps>(d, a, b, [](int) {});
 }
 
 // Packs accumulators as an operand of another product.

@@ -72,10 +72,12 @@ struct alignas(128) PortableBwdShared {
 
 // A step: `kStep` queries of one head.
 struct PortableStep {
-  int head, query;  // query < 0: there is no step
+  int head, query;  // kNoStep: there is no step
   bool partial, huge;
   uint64_t fully_masked;  // one bit per query
 };
+
+inline constexpr int kNoStep = -kQueryTile;
 
 template <typename Tr>
 __global__ void __launch_bounds__(Tr::kThreads, 1)
@@ -132,14 +134,15 @@ __global__ void __launch_bounds__(Tr::kThreads, 1)
                (kStepQueries / kStep) +
            x.query / kStep;
   };
-  int next_query = 0;  // in the current tile
-  const auto next_step = [&]() -> PortableStep {
-    if (!tiles.has_tile()) return {0, -1, false, false, 0};
-    const int n = tiles.tile(), head = head_of(n);
-    const int query = query_tile(n % span) * kQueryTile + next_query;
-    PortableStep x = {head, query, tiles.partial(), false, 0};
-    next_query += kStep;
-    if (next_query == kQueryTile || query + kStep >= p.queries) tiles.advance(), next_query = 0;
+  // Returns the step after x.
+  const auto next_step = [&](PortableStep x) {
+    x.query += kStep;
+    if (x.query % kQueryTile == 0 || x.query >= p.queries) {  // also the first time
+      if (!tiles.has_tile()) return PortableStep{0, kNoStep};
+      const int n = tiles.tile();
+      x = {head_of(n), query_tile(n % span) * kQueryTile, tiles.partial()};
+      tiles.advance();
+    }
     const int64_t index = step_index(x) / (kStepQueries / kStep);
     x.huge = w.huge[index];
     x.fully_masked = w.fully_masked[index] >> (x.query % kStepQueries);
@@ -213,7 +216,7 @@ __global__ void __launch_bounds__(Tr::kThreads, 1)
     shared.pending_add[warp()] = nullptr;
   };
 
-  PortableStep step = next_step(), next;
+  PortableStep step = next_step({0, -kStep}), next;
   load_q(step, 0);
   load_dout(step, 0);
   load_sums(step, 0);
@@ -234,7 +237,7 @@ __global__ void __launch_bounds__(Tr::kThreads, 1)
           stride, static_cast<int>(min(width - work.tile.key, int64_t{kKeys})),
           [&](int r) { return step.query + r < p.queries; });
     }
-    next = next_step();
+    next = next_step(step);
     uint32_t earlier_adds = 0;
     if (p.deterministic) {
       const int tile = step.query / kQueryTile;
@@ -261,86 +264,95 @@ __global__ void __launch_bounds__(Tr::kThreads, 1)
     load_sums(next, stage ^ 1);
     if (p.deterministic) publish_add();
 
-    // P, and S becomes P times the derivative of the softcap.
-    const auto row_of = [&](int m, int i) {
-      return score_row() + 16 * m + lane() / 4 + i / 2 % 2 * 8;
-    };
-    uint32_t visible[2 * kM];
-    if (step.partial) {
-      uint32_t bits[1][1];
-      const int head = step.head, first = (work.tile.key + score_key()) / 32 * 32;
-      query_bits<32>(p.mask, mask_map_index(p.mask, work.tile.batch, head, p.heads),
-                     work.tile.batch, step.query + score_row(), p.queries, first, keys, bits);
-#pragma unroll
-      for (int j = 0; j < 2 * kM; ++j) {
-        visible[j] = __shfl_sync(~0u, bits[0][0], lane() / 4 + 8 * j) >>
-                     ((work.tile.key + score_key()) % 32 + lane() % 4 * 2);
-      }
-    }
-    float to_log2 = scale_log2;
-    if (step.huge) to_log2 = kLog2E;
+    // Masks and huge rows. A capped score must stay as it is, because its derivative follows from
+    // it, so huge rows are subtracted from general scores later.
+    const auto row_of = [&](int m, int r) { return score_row() + 16 * m + lane() / 4 + r * 8; };
+    float lse[kM][2], to_log2 = scale_log2;
+    HugeRow huge[kM][2] = {};
 #pragma unroll
     for (int m = 0; m < kM; ++m) {
       if constexpr (Tr::kGeneral) {
         cap_scores(s[m], Tr::kBias ? 1.f : p.scale, p.softcap, cap_inverse);
       }
-      float lse[2];
 #pragma unroll
-      for (int r = 0; r < 2; ++r) lse[r] = shared.lse[stage][row_of(m, 2 * r)];
-      HugeRow huge[2] = {};
-      if (step.huge) {
+      for (int r = 0; r < 2; ++r) lse[m][r] = shared.lse[stage][row_of(m, r)];
+    }
+    if (step.huge) {
+      to_log2 = kLog2E;
+#pragma unroll
+      for (int m = 0; m < kM; ++m) {
 #pragma unroll
         for (int r = 0; r < 2; ++r) {
-          huge[r] = w.huge_rows[step_index(step) * kStep + row_of(m, 2 * r)];
+          huge[m][r] = w.huge_rows[step_index(step) * kStep + row_of(m, r)];
         }
         if constexpr (!Tr::kGeneral) {
 #pragma unroll
           for (int i = 0; i < kScores; ++i) {
-            s[m][i] =
-                __fmul_rn(s[m][i], p.scale) - huge[i / 2 % 2].max_logit - huge[i / 2 % 2].log_sum;
+            const HugeRow& row = huge[m][i / 2 % 2];
+            s[m][i] = __fmul_rn(s[m][i], p.scale) - row.max_logit - row.log_sum;
           }
         }
       }
-      store_fragment<kType, kStep, kScores>(p_tile, score_row() + 16 * m, score_key(), [&](int i) {
-        const int r = i / 2 % 2;
-        float x = s[m][i];
-        if constexpr (Tr::kGeneral) x = x - huge[r].max_logit - huge[r].log_sum;
-        x = exp2_approx(fmaf(x, to_log2, -lse[r]));
-        float y = x;
-        if (Tr::kGeneral && cap_inverse > 0.f) {
-          const float z = s[m][i] * cap_inverse;
-          y *= 1.f - z * z;
+    }
+    if (step.partial) {
+      uint32_t bits[1][1];
+      query_bits<32>(p.mask, mask_map_index(p.mask, work.tile.batch, step.head, p.heads),
+                     work.tile.batch, step.query + score_row(), p.queries,
+                     (work.tile.key + score_key()) / 32 * 32, keys, bits);
+#pragma unroll
+      for (int j = 0; j < 2 * kM; ++j) {
+        const uint32_t visible = __shfl_sync(~0u, bits[0][0], lane() / 4 + 8 * j) >>
+                                 ((work.tile.key + score_key()) % 32 + lane() % 4 * 2);
+#pragma unroll
+        for (int i = 0; i < kScores / 2; ++i) {
+          float& x = s[j / 2][i / 2 * 4 + j % 2 * 2 + i % 2];
+          if (!(visible >> (i / 2 * 8 + i % 2) & 1)) x = -INFINITY;
         }
-        if (step.partial && !(visible[2 * m + r] >> (i / 4 * 8 + i % 2) & 1)) x = y = 0.f;
-        s[m][i] = y;
-        return x;
-      });
+      }
     }
 
-    // dS
+    // dP, and the probabilities beside it
     float dp[kM][kScores];
 #pragma unroll
     for (int m = 0; m < kM; ++m) {
 #pragma unroll
-      for (int r = 0; r < 2; ++r) {
-        const float delta = shared.delta[stage][row_of(m, 2 * r)];
-#pragma unroll
-        for (int i = 0; i < kScores; ++i) {
-          if (i / 2 % 2 == r) dp[m][i] = -delta;
-        }
-      }
+      for (int i = 0; i < kScores; ++i) dp[m][i] = -shared.delta[stage][row_of(m, i / 2 % 2)];
     }
+    const auto probability = [&](int m, int i) {
+      const HugeRow& row = huge[m][i / 2 % 2];
+      const float x = Tr::kGeneral ? s[m][i] - row.max_logit - row.log_sum : s[m][i];
+      return exp2_approx(fmaf(x, to_log2, -lse[m][i / 2 % 2]));
+    };
     multiply_tiles<kType, Tr::kE / 16>(
         dp, Operand<Side::kA, false, kStep>(dout_tile, score_row(), 0),
-        Operand<Side::kB, false, kKeys>(smem_address(shared.v), score_key(), 0));
+        Operand<Side::kB, false, kKeys>(smem_address(shared.v), score_key(), 0), [&](int k) {
+          constexpr int kAll = kM * kScores, kEach = ceil_div(kAll, Tr::kE / 16);
+#pragma unroll
+          for (int j = 0; j < kEach; ++j) {
+            const int i = k * kEach + j, m = i / kScores;
+            if (!Tr::kGeneral && i < kAll) s[m][i % kScores] = probability(m, i % kScores);
+          }
+        });
+#pragma unroll
+    for (int m = 0; m < kM; ++m) {
+      store_fragment<kType, kStep, kScores>(p_tile, score_row() + 16 * m, score_key(), [&](int i) {
+        if constexpr (!Tr::kGeneral) return s[m][i];
+        const float x = probability(m, i), z = s[m][i] * cap_inverse;
+        s[m][i] = cap_inverse > 0.f && x > 0.f ? x * (1.f - z * z) : x;
+        return x;
+      });
+    }
+    if (step.partial) {  // dP is undefined where the mask hides a score
+#pragma unroll
+      for (int m = 0; m < kM; ++m) {
+#pragma unroll
+        for (int i = 0; i < kScores; ++i) dp[m][i] = s[m][i] == 0.f ? 0.f : dp[m][i];
+      }
+    }
 #pragma unroll
     for (int m = 0; m < kM; ++m) {
 #pragma unroll
-      for (int i = 0; i < kScores; i += 2) {
-        const float2 ds =
-            score_gradients({s[m][i], s[m][i + 1]}, {dp[m][i], dp[m][i + 1]}, step.partial);
-        s[m][i] = ds.x, s[m][i + 1] = ds.y;
-      }
+      for (int i = 0; i < kScores; ++i) s[m][i] *= dp[m][i];
       store_fragment<kType, kStep, kScores>(ds_tile, score_row() + 16 * m, score_key(),
                                             [&](int i) { return s[m][i]; });
     }
