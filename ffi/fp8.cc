@@ -169,7 +169,7 @@ ffi::Error dequantize_fp8(cudaStream_t stream, AnyBuffer q, F32 scale, Result<An
   return launch_status(kOp, launch_dequantize(params, stream));
 }
 
-DSA_FFI_HANDLER("jax_dsa.dequantize_fp8.v1", dequantize_fp8, kHopperOnly);
+DSA_FFI_HANDLER("jax_dsa.dequantize_fp8.v1", dequantize_fp8, kEveryGpu);
 DSA_FFI_HANDLER("jax_dsa.quantize_fp8.v1", quantize_fp8, kEveryGpu);
 DSA_FFI_HANDLER("jax_dsa.quantize_fp8_columns.v1", quantize_fp8_columns, kEveryGpu);
 DSA_FFI_HANDLER("jax_dsa.quantize_fp8_tiles.v1", quantize_fp8_tiles, kEveryGpu);

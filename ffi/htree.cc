@@ -206,7 +206,7 @@ ffi::Error htree_decode(cudaStream_t stream, BF16 q, BF16 k, BF16 v, S32 positio
 }
 
 DSA_FFI_HANDLER("jax_dsa.htree_bwd.v2", htree_bwd, kHopperOnly);
-DSA_FFI_HANDLER("jax_dsa.htree_decode.v2", htree_decode, kHopperOnly);
+DSA_FFI_HANDLER("jax_dsa.htree_decode.v2", htree_decode, kEveryGpu);
 DSA_FFI_HANDLER("jax_dsa.htree_fwd.v2", htree_fwd, kHopperOnly);
 
 }  // namespace

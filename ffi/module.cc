@@ -23,6 +23,7 @@
 #include "sparse_attention/sparse_attention.h"
 #include "sparse_mla/sparse_mla.h"
 #include "sparse_mla/sparse_mla_decode.h"
+#include "topk/topk.h"
 
 namespace nb = nanobind;
 using namespace nb::literals;
@@ -278,6 +279,8 @@ NB_MODULE(_cuda, m) {
         "tokens"_a, "ratio"_a, "halves"_a, "dim"_a);
   m.def("gated_pool_tiles", &jax_dsa::gated_pool_tiles, nb::kw_only(), "ratio"_a, "halves"_a,
         "dim"_a);
+  m.def("htree_decode_shared_bytes", &jax_dsa::htree_decode_shared_bytes, nb::kw_only(),
+        "group_heads"_a, "dim"_a, "compression"_a, "top_k"_a);
   m.def("htree_decode_workspace", &htree_decode_workspace, nb::kw_only(), "batch"_a, "capacity"_a,
         "queries"_a, "heads"_a, "groups"_a, "dim"_a, "compression"_a, "top_k"_a);
   m.def("htree_workspaces", &htree_workspaces, nb::kw_only(), "batch"_a, "tokens"_a, "queries"_a,
@@ -299,4 +302,6 @@ NB_MODULE(_cuda, m) {
   m.def("portable_since", &portable_since);
   m.def("targets", &targets);
   m.def("tiers", &tiers);
+  m.def("topk_workspace_bytes", &jax_dsa::topk_workspace_bytes, nb::kw_only(), "rows"_a, "size"_a,
+        "k"_a);
 }

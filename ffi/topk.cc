@@ -10,9 +10,9 @@
 namespace jax_dsa {
 namespace {
 
-// x [B, T, S], starts [B, T], ends [B, T] -> indices [B, T, K], values [B, T, K]?
+// x [B, T, S], starts [B, T], ends [B, T] -> indices [B, T, K], values [B, T, K]?, and a workspace
 ffi::Error topk_fwd(cudaStream_t stream, F32 x, S32 starts, S32 ends, Result<S32> indices,
-                    Result<F32> values) {
+                    Result<F32> values, Result<F32> workspace) {
   constexpr const char* kOp = "topk_fwd";
   DSA_FFI_RETURN_IF_ERROR(check_rank(kOp, "x", x.dimensions(), {"B", "T", "S"}));
   DSA_FFI_RETURN_IF_ERROR(check_rank(kOp, "indices", indices->dimensions(), {"B", "T", "K"}));
@@ -38,11 +38,13 @@ ffi::Error topk_fwd(cudaStream_t stream, F32 x, S32 starts, S32 ends, Result<S32
       .rows = rows,
       .size = size,
       .k = k,
+      .workspace = workspace->typed_data(),
+      .workspace_bytes = static_cast<int64_t>(workspace->size_bytes()),
   };
   return launch_status(kOp, launch_topk(params, stream));
 }
 
-DSA_FFI_HANDLER("jax_dsa.topk_fwd.v2", topk_fwd, kHopperOnly);
+DSA_FFI_HANDLER("jax_dsa.topk_fwd.v3", topk_fwd, kEveryGpu);
 
 }  // namespace
 }  // namespace jax_dsa

@@ -29,11 +29,12 @@ import hypothesis
 import jax
 import numpy as np
 import pytest
+from support.machine import Extension
 
 from jax_dsa.core import ffi
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Callable, Iterator
 
 HAS_GPU = pathlib.Path("/proc/driver/nvidia/version").exists()
 SEED = int(os.environ.get("JAX_DSA_TEST_SEED") or 0)
@@ -121,6 +122,19 @@ def rng(seed: int) -> np.random.Generator:
 def without_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
     """Makes default calls use the XLA implementation, as if the extension were not installed."""
     monkeypatch.setattr(ffi, "status", lambda: (False, "a test says so"))
+
+
+@pytest.fixture
+def machine(monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
+    """A function that simulates a machine with the extension and the given GPUs."""
+    ask = ffi._machine
+
+    def pretend(*gpus: tuple[int, int], **others: Any) -> None:
+        monkeypatch.setattr(ffi, "_LOADED", (True, ""))
+        monkeypatch.setattr(ffi, "extension", lambda: Extension(*gpus, **others))
+        monkeypatch.setattr(ffi, "_machine", ask.__wrapped__)  # without the cache
+
+    return pretend
 
 
 @pytest.fixture(scope="session")

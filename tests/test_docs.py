@@ -143,11 +143,16 @@ def test_troubleshooting(monkeypatch: pytest.MonkeyPatch) -> None:
         assert f"{raised.type.__name__}: {raised.value}" == one_line(message)
     monkeypatch.undo()
 
-    known = {"compute_capabilities": lambda: {(8, 0)}, "cuda_versions": lambda: (13000, 13000)}
+    known = {
+        "compute_capabilities": lambda: {(7, 5)},
+        "cuda_versions": lambda: (13000, 13000),
+        "tiers": lambda: ("hopper", "portable"),
+    }
     extension = type("", (), known)
     monkeypatch.setattr(ffi, "extension", lambda: extension)
     monkeypatch.setattr(ffi, "_LOADED", (True, ""))
-    for said in (ffi._incompatible((0, 4), (0, 3)), ffi.status.__wrapped__()[1]):
+    monkeypatch.setattr(ffi, "_machine", ffi._machine.__wrapped__)
+    for said in (ffi._incompatible((0, 4), (0, 3)), ffi.status()[1]):
         assert said in one_line(page)
 
 

@@ -1,9 +1,9 @@
 """The build backend: scikit-build-core, which builds the CUDA extension only where it is useful.
 
-By default the extension `jax_dsa._cuda` is built if `nvcc` and a Hopper GPU are both found. With
-`JAX_DSA_CUDA=ON` in the environment it is always built, and the build fails if something is
-missing. With `OFF` it is never built. Without the extension the wheel is pure Python: CMake does
-not run, and nothing is compiled.
+By default the extension `jax_dsa._cuda` is built if `nvcc` and a GPU that has kernels are both
+found. With `JAX_DSA_CUDA=ON` in the environment it is always built, and the build fails if
+something is missing. With `OFF` it is never built. Without the extension the wheel is pure Python:
+CMake does not run, and nothing is compiled.
 
 The FFI headers come from the oldest jaxlib that the package supports, because XLA loads a kernel
 only if it was built against an API version no newer than its own. `JAX_DSA_FFI_INCLUDE` names
@@ -14,6 +14,7 @@ and `JAX_DSA_PORTABLE_ARCHITECTURES` are passed on to CMake (CMakeLists.txt desc
 from __future__ import annotations
 
 import os
+import re
 import shutil
 import subprocess
 from typing import Any
@@ -46,17 +47,17 @@ def _should_build_cuda() -> bool:
         return False
     if asked != "AUTO":
         raise SystemExit(f"JAX_DSA_CUDA is {asked!r}, expected ON, OFF or AUTO")
-    return bool((os.environ.get("CUDACXX") or shutil.which("nvcc")) and _has_hopper())
+    return bool((os.environ.get("CUDACXX") or shutil.which("nvcc")) and _has_gpu())
 
 
-def _has_hopper() -> bool:
-    """Returns whether the driver reports a GPU of compute capability 9.0."""
+def _has_gpu() -> bool:
+    """Returns whether the driver reports a GPU of compute capability 8.0 or newer."""
     command = ["nvidia-smi", "--query-gpu=compute_cap", "--format=csv,noheader"]
     try:
         found = subprocess.run(command, capture_output=True, text=True, timeout=60)
     except (OSError, subprocess.TimeoutExpired):
         return False
-    return "9.0" in found.stdout.split()
+    return any(float(capability) >= 8 for capability in re.findall(r"\d+\.\d+", found.stdout))
 
 
 def _settings(config_settings: dict[str, Any] | None) -> dict[str, Any]:

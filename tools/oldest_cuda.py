@@ -103,6 +103,17 @@ KERNELS = {
     ],
 }
 
+# Portable kernels, which are also compiled for the oldest GPU.
+PORTABLE = {
+    "gated_pool/pool.cuh": KERNELS["gated_pool/pool.cuh"],
+    "losses/kl_rows.cuh": KERNELS["losses/kl_rows.cuh"],
+    "topk/split.cuh": [
+        f"topk::{kernel}_kernel<jax_dsa::topk::{variant}>"
+        for kernel in ("topk", "split", "merge")
+        for variant in ("Wide", "Throughput")
+    ],
+}
+
 
 def oldest() -> str:
     """Returns the oldest supported version of CUDA, which CMakeLists.txt states."""
@@ -112,11 +123,14 @@ def oldest() -> str:
     return found[1]
 
 
-def compile_kernels(nvrtc: ctypes.CDLL, header: str, names: list[str], include: list[Path]) -> str:
+def compile_kernels(
+    nvrtc: ctypes.CDLL, gpu: str, header: str, names: list[str], include: list[Path]
+) -> str:
     """Compiles some kernels of a header; exits if that fails.
 
     Args:
         nvrtc: The library.
+        gpu: The architecture, as "sm_80".
         header: The header, relative to cuda/.
         names: The kernels in the namespace jax_dsa, with their template arguments.
         include: The folders to search for headers.
@@ -129,7 +143,7 @@ def compile_kernels(nvrtc: ctypes.CDLL, header: str, names: list[str], include: 
     nvrtc.nvrtcCreateProgram(ctypes.byref(program), source, b"kernels.cu", 0, None, None)
     for name in names:
         nvrtc.nvrtcAddNameExpression(program, f"jax_dsa::{name}".encode())
-    options = ["-arch=sm_90a", "-std=c++20", "-default-device", *(f"-I{p}" for p in include)]
+    options = [f"-arch={gpu}", "-std=c++20", "-default-device", *(f"-I{p}" for p in include)]
     array = (ctypes.c_char_p * len(options))(*(x.encode() for x in options))
     status = nvrtc.nvrtcCompileProgram(program, len(options), array)
     size = ctypes.c_size_t()
@@ -167,11 +181,12 @@ def main() -> None:
     nvrtc = ctypes.CDLL(str(next(wheels.glob("cuda_nvrtc/lib/libnvrtc.so.*"))))
     headers = [wheels / f"cuda_{package}" / "include" for package in ("runtime", "nvcc", "cccl")]
     device = [ROOT / "tools" / "nvrtc", ROOT / "cuda", *headers]
-    for header, names in KERNELS.items():
-        start = time.monotonic()
-        said = compile_kernels(nvrtc, header, names, device)
-        serialised = ", wgmma serialised" if "are serialized" in said else ""
-        print(f"{header}: {time.monotonic() - start:.0f} s{serialised}", flush=True)
+    for gpu, kernels in (("sm_90a", KERNELS), ("sm_80", PORTABLE)):
+        for header, names in kernels.items():
+            start = time.monotonic()
+            said = compile_kernels(nvrtc, gpu, header, names, device)
+            serialised = ", wgmma serialised" if "are serialized" in said else ""
+            print(f"{gpu} {header}: {time.monotonic() - start:.0f} s{serialised}", flush=True)
     parse_host_code(headers)
     print(f"CUDA {oldest()} compiles the kernels")
 

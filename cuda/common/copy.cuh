@@ -134,6 +134,28 @@ __device__ __forceinline__ void prefetch_line_l2(const void* from) {
   asm volatile("prefetch.global.L2 [%0];" ::"l"(from) : "memory");
 }
 
+// Returns whether the thread must call prefetch_block_l2: a single thread, or every thread of the
+// CTA.
+__device__ __forceinline__ bool prefetches_block_l2() {
+#if __CUDA_ARCH__ >= 900
+  return threadIdx.x == 0;
+#else
+  return true;
+#endif
+}
+
+// Does the same as prefetch_l2, together with the other threads that must call it.
+__device__ __forceinline__ void prefetch_block_l2(const void* from, uint32_t bytes) {
+#if __CUDA_ARCH__ >= 900
+  prefetch_l2(from, bytes);
+#else
+  constexpr uint32_t kLine = 128;
+  for (uint32_t i = threadIdx.x * kLine; i < bytes; i += blockDim.x * kLine) {
+    prefetch_line_l2(static_cast<const char*>(from) + i);
+  }
+#endif
+}
+
 // ---- predicated loads and stores ----------------------------------------------------------------
 
 // Returns *from, or `otherwise` if !valid. The compiler cannot delay the load until its first use.

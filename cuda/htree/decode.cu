@@ -31,7 +31,29 @@ cudaError_t run(const DecodePlan& x, cudaStream_t stream) {
   return cudaErrorInvalidValue;
 }
 
+// Returns the shared memory that a CTA of any launch needs at least.
+template <int kD, int kR>
+int least_shared_bytes(int head_tiles, int width) {
+  using namespace htree;
+  return std::max(
+      DecodeShared<kD, kR, kDecodeTileRows<kR, true>>::bytes(head_tiles, width, true, true, true),
+      DecodeShared<kD, kR, kDecodeTileRows<kR, false>>::bytes(head_tiles, width, true, true, true));
+}
+
+template <int kD>
+int least_shared_bytes(int head_tiles, int compression, int width) {
+  return compression == 8    ? least_shared_bytes<kD, 8>(head_tiles, width)
+         : compression == 16 ? least_shared_bytes<kD, 16>(head_tiles, width)
+                             : least_shared_bytes<kD, 32>(head_tiles, width);
+}
+
 }  // namespace
+
+int htree_decode_shared_bytes(int group_heads, int dim, int compression, int top_k) {
+  const int tiles = ceil_div(group_heads, htree::kTileHeads), width = compression * top_k;
+  return dim == 64 ? least_shared_bytes<64>(tiles, compression, width)
+                   : least_shared_bytes<128>(tiles, compression, width);
+}
 
 int64_t htree_decode_workspace(const HTreeDecodeParams& p) {
   DecodePlan x = {};

@@ -261,7 +261,8 @@ __global__ void __launch_bounds__(kRegisterThreads<kStep, kFewTiles>, 1)
     }
     constexpr int kStride = Shared::kOutputStride;
     // [warps, heads, kStride], columns in the order of ValueTile::multiply.
-    float* const outputs = shared.outputs(head_tiles);
+    float* const outputs = shared.outputs(head_tiles, x.overlaps);
+    if (x.overlaps) __syncthreads();  // all warps have attended
     const int padded = head_tiles * kTileHeads;
 #pragma unroll
     for (int r = 0; r < 2; ++r) {

@@ -53,9 +53,8 @@ inline cudaError_t make_decode_plan(const HTreeDecodeParams& params, DecodePlan&
 // half of an SM's shared memory. If there are few key tiles, CTAs of two launches share an SM
 // instead. Then only those of the middle layers request a size, half of the shared memory that
 // `preferred_shared_kib` asks for: the top launch has all SMs to itself, and the registers of
-// the last one keep its CTAs apart.
-inline constexpr int kExclusiveBytes = kMaxSharedBytes / 2 + 1024,
-                     kExclusiveBytesFewTiles = 98 * 1024;
+// the last one keep its CTAs apart. On GPUs with less shared memory than Hopper these request none.
+inline constexpr int kExclusiveBytesFewTiles = 98 * 1024;
 constexpr int preferred_shared_kib(int64_t layers) { return layers > 2 ? 196 : 132; }
 
 template <int kD, int kR, bool kFewTiles>
@@ -63,19 +62,27 @@ cudaError_t launch_layer(const DecodePlan& x, int layer, cudaStream_t stream) {
   using Shared = DecodeShared<kD, kR, kDecodeTileRows<kR, kFewTiles>>;
   constexpr int kMost = kR * static_cast<int>(kHTreeMaxTopK);
   static_assert(shared_memory_fits(1, Shared::bytes(kDecodeWarps, kMost, true, true)));
+  Device device;
+  DSA_RETURN_IF_CUDA_ERROR(current_device(&device));
   const bool first = layer + 1 == x.plan.layers.count;
   const auto kernel = layer == 0 ? decode_kernel<kD, kR, DecodeStep::kAttend, kFewTiles>
                       : first    ? decode_kernel<kD, kR, DecodeStep::kTop, kFewTiles>
                                  : decode_kernel<kD, kR, DecodeStep::kMiddle, kFewTiles>;
   const auto launch = first ? launch_blocks<DecodePlan, int> : launch_pdl<DecodePlan, int>;
+  DecodePlan y = x;
   int bytes = Shared::bytes(x.plan.head_tiles, x.width, !first, layer == 0);
-  if (!kFewTiles) bytes = std::max(bytes, kExclusiveBytes);
-  if (kFewTiles && layer > 0 && !first) bytes = std::max(bytes, kExclusiveBytesFewTiles);
-  if (kFewTiles) {
+  if (bytes > device.shared_bytes) {
+    y.overlaps = true;
+    bytes = Shared::bytes(x.plan.head_tiles, x.width, !first, layer == 0, y.overlaps);
+    if (bytes > device.shared_bytes) return cudaErrorNotSupported;
+  }
+  if (!kFewTiles) bytes = std::max(bytes, device.shared_bytes / 2 + 1024);
+  if (kFewTiles && device.shared_bytes >= kMaxSharedBytes) {
+    if (layer > 0 && !first) bytes = std::max(bytes, kExclusiveBytesFewTiles);
     const int kib = preferred_shared_kib(x.plan.layers.count);
     DSA_RETURN_IF_CUDA_ERROR(prefer_shared_memory(kernel, kib));
   }
-  return launch(kernel, x.rows * x.splits, kDecodeThreads, bytes, stream, x, layer);
+  return launch(kernel, x.rows * x.splits, kDecodeThreads, bytes, stream, y, layer);
 }
 template <int kD, int kR>
 cudaError_t launch_layer(const DecodePlan& x, int layer, cudaStream_t stream) {

@@ -25,6 +25,7 @@ struct DecodePlan {
   int width;            // r K, candidates per layer below the top one
   int words;            // 32-bit words for one bit per candidate
   bool few_tiles;       // whether every warp gets only a few key tiles
+  bool overlaps;        // whether the warps' outputs overwrite queries and tables
   float* importance;    // [2, rows, width], by ordinal; layers alternate between the two
   int32_t* lists;       // [layers - 1, rows, K]: nodes selected in layers 1, 2, ...
   uint32_t* bits;       // [layers - 1, rows, words]: ordinals selected
@@ -34,7 +35,8 @@ struct DecodePlan {
 
 // Dynamic shared memory holds this struct, then Q in 16-head tiles that are swizzled like the
 // tree's blocks, then `Selection` and the importances. When the selection is done, the warps'
-// outputs reuse the memory from Q on.
+// outputs reuse their memory. On a GPU with little shared memory (DecodePlan::overlaps) they are
+// written when all warps have attended, and reuse everything behind `max_and_sum`.
 template <int kD, int kR, int kRows>
 struct alignas(16) DecodeShared {
   static constexpr int kHalf = kD / 2, kTileBytes = kTileHeads * kD * 2;  // bytes per head tile
@@ -50,10 +52,10 @@ struct alignas(16) DecodeShared {
     float low, lowest, high;  // samples
     int boundary_count;
   };
+  float2 max_and_sum[kDecodeWarps][kTileHeads];
   float2 slots[kRows][kHalf + 8];  // cos and sin at `pair_slot`; 8 more avoid bank conflicts
   double frequencies[kHalf];
   float2 rotations[kDecodeWarps][kHalf];
-  float2 max_and_sum[kDecodeWarps][kTileHeads];
   uint32_t bits[kWords];
   int list[kHTreeMaxTopK];
 
@@ -67,15 +69,21 @@ struct alignas(16) DecodeShared {
   __device__ float4* values(int head_tiles) {
     return reinterpret_cast<float4*>(&selection(head_tiles) + 1);
   }
-  __device__ float* outputs(int head_tiles) {
-    return reinterpret_cast<float*>(queries(head_tiles));
+  __device__ float* outputs(int head_tiles, bool overlaps) {
+    return reinterpret_cast<float*>(overlaps ? reinterpret_cast<uint8_t*>(slots)
+                                             : queries(head_tiles));
   }
 
-  static constexpr int bytes(int head_tiles, int width, bool selects, bool attends) {
-    const int selection = static_cast<int>(sizeof(Selection)) + ceil_div(width, 32) * 32 * 4;
-    const int outputs = kDecodeWarps * kTileHeads * kOutputStride * 4;
-    return static_cast<int>(sizeof(DecodeShared)) + head_tiles * kTileBytes +
-           std::max(selects ? selection : 0, attends ? outputs : 0);
+  static constexpr int bytes(int head_tiles, int width, bool selects, bool attends,
+                             bool overlaps = false) {
+    const int selection =
+        selects ? static_cast<int>(sizeof(Selection)) + ceil_div(width, 32) * 32 * 4 : 0;
+    const int outputs = attends ? kDecodeWarps * kTileHeads * kOutputStride * 4 : 0;
+    const int before = static_cast<int>(sizeof(DecodeShared)) + head_tiles * kTileBytes;
+    if (overlaps) {
+      return std::max(before + selection, static_cast<int>(sizeof(max_and_sum)) + outputs);
+    }
+    return before + std::max(selection, outputs);
   }
 };
 

@@ -136,5 +136,8 @@ int64_t htree_fwd_workspace(const HTreeFwdParams& params, int64_t rows);
 int64_t htree_bwd_workspace(const HTreeBwdParams& params, int64_t rows);
 // Workspace bytes.
 int64_t htree_decode_workspace(const HTreeDecodeParams& params);
+// The shared memory that a CTA of decode needs at least. The launcher returns cudaErrorNotSupported
+// on a GPU that has less.
+int htree_decode_shared_bytes(int group_heads, int dim, int compression, int top_k);
 
 }  // namespace jax_dsa

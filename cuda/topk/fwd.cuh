@@ -21,7 +21,7 @@
 //   Wide        the same with more threads, for long rows and for few rows
 //   Latency     one cluster per row. Every CTA takes the same sample of the whole row, streams its
 //               split of the range and cuts its own list. CTA 0 then appends the lists of the
-//               others to its own and cuts once more.
+//               others to its own and cuts once more. split.cuh does the same without clusters.
 //
 // Shared memory: Scratch (4.5 KB of bins and sums), then the list, 8 bytes per entry.
 //
@@ -66,7 +66,30 @@ struct RowRange {
   const float* base;
   int shift;        // position of element 0 of the row, 0..3
   int first, last;  // positions, half open
+
+  __device__ __forceinline__ int size() const { return last - first; }
 };
+
+// Returns the range of a row. `wanted` receives the number of candidates to select from it.
+__device__ __forceinline__ RowRange range_of(const TopkParams& p, int64_t row, int* wanted) {
+  const int size = static_cast<int>(p.size);
+  const int start = p.starts ? min(max(p.starts[row], 0), size) : 0;
+  const int end = p.ends ? max(min(p.ends[row], size), start) : size;
+  *wanted = static_cast<int>(min(p.k, static_cast<int64_t>(end - start)));
+  const float* logits = p.logits + row * p.size;
+  const int shift = static_cast<int>(reinterpret_cast<uintptr_t>(logits) / sizeof(float) % 4);
+  return {logits - shift, shift, start + shift, end + shift};
+}
+
+// Returns split `rank` of a range of which `ranks` CTAs process one split each.
+__device__ __forceinline__ RowRange split_of(const RowRange& range, int rank, int ranks) {
+  const int quad = range.first / 4;
+  const int64_t quads = ceil_div(range.last, 4) - quad;
+  RowRange split = range;
+  split.first = max(range.first, 4 * (quad + static_cast<int>(quads * rank / ranks)));
+  split.last = min(range.last, 4 * (quad + static_cast<int>(quads * (rank + 1) / ranks)));
+  return split;
+}
 
 // Loads a quad, with -inf for elements outside the range.
 __device__ __forceinline__ float4 load_quad(const RowRange& range, int quad) {
@@ -138,12 +161,12 @@ __device__ __forceinline__ int guess(const RowRange& range, int wanted) {
 }
 
 // Prefetches `count` logits (a multiple of 4) from position `at` on into L2, as far as they lie in
-// the range. This takes one instruction of one thread and no register.
+// the range.
 __device__ __forceinline__ void prefetch(const RowRange& range, int at, int count) {
   const int from = max(at, ceil_div(range.first, 4) * 4);
   const int size = (min(at + count, range.last) - from) / 4 * 4;
   if (size > 0) {
-    prefetch_l2(range.base + from, size * static_cast<int>(sizeof(float)));
+    prefetch_block_l2(range.base + from, size * static_cast<int>(sizeof(float)));
   }
 }
 
@@ -218,32 +241,35 @@ __device__ __forceinline__ int stream(const RowRange& range, int above, int want
   return count;
 }
 
-// CTA 0 appends the lists of the other CTAs of the cluster to its own and returns its length. Lane
-// r passes in `counts` the length of the list of CTA r, and `all` is the sum of the lengths.
-template <typename T>
-__device__ __forceinline__ int gather(int all, int counts, int wanted, int capacity) {
+// Appends the lists of splits kFirst to ranks - 1 to this CTA's list, which already holds those
+// before kFirst, and returns its length. `list_of(r)` is the list of split r. Lane r passes in
+// `counts` its length, and `all` is the sum of the lengths.
+template <typename T, int kFirst, typename ListOf>
+__device__ __forceinline__ int gather(const ListOf& list_of, int ranks, int all, int counts,
+                                      int wanted, int capacity) {
   using L = List<T::kThreads>;
   float2* entries = L::entries();
-  int count = __shfl_sync(kAllLanes, counts, 0);
+  int count = kFirst > 0 ? __shfl_sync(kAllLanes, counts, 0) : 0;
+  static_assert(kFirst == 0 || kFirst == 1);
   if (all <= capacity) {  // Everything fits. Warps copy the lists in parallel.
     const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
-    const int ranks = cluster_size();
+    const int lists = max(ranks - kFirst, 1);
     const int starts = inclusive_scan(counts) - counts;
     constexpr int kWarps = T::kThreads / 32;
-    for (int r = 1 + warp % max(ranks - 1, 1); r < ranks; r += kWarps) {
+    for (int r = kFirst + warp % lists; r < ranks; r += kWarps) {
       const int start = __shfl_sync(kAllLanes, starts, r),
                 peer_count = __shfl_sync(kAllLanes, counts, r);
-      const float2* peer_entries = cluster_peer(entries, r);
-      const int helpers = (kWarps - 1 - (r - 1)) / (ranks - 1) + 1;
+      const float2* peer_entries = list_of(r);
+      const int helpers = max(kWarps - 1 - (r - kFirst), 0) / lists + 1;
 #pragma unroll 4
-      for (int i = warp / (ranks - 1) * 32 + lane; i < peer_count; i += helpers * 32) {
+      for (int i = warp / lists * 32 + lane; i < peer_count; i += helpers * 32) {
         entries[start + i] = peer_entries[i];
       }
     }
     return all;
   }
-  for (int r = 1; r < cluster_size(); ++r) {
-    const float2* peer_entries = cluster_peer(entries, r);
+  for (int r = kFirst; r < ranks; ++r) {
+    const float2* peer_entries = list_of(r);
     const int peer_count = __shfl_sync(kAllLanes, counts, r);
     for (int done = 0; done < peer_count;) {
       if (count == capacity) {
@@ -279,32 +305,20 @@ template <typename T>
 __global__ void __launch_bounds__(T::kThreads, T::kCtasPerSm)
     topk_kernel(const __grid_constant__ TopkParams p, int capacity) {
   using L = List<T::kThreads>;
-  const int rank = T::kCluster ? cluster_rank() : 0;
-  const int ranks = T::kCluster ? cluster_size() : 1;
+  int rank = 0, ranks = 1;
+  if constexpr (T::kCluster) rank = cluster_rank(), ranks = cluster_size();
 
   // Causal rows grow with their index. Start with the longest.
   const int64_t row = p.rows - 1 - blockIdx.x / ranks;
-  const int size = static_cast<int>(p.size);
-  const int start = p.starts ? min(max(p.starts[row], 0), size) : 0;
-  const int end = p.ends ? max(min(p.ends[row], size), start) : size;
-  const int wanted = static_cast<int>(min(p.k, static_cast<int64_t>(end - start)));
-
-  const float* logits = p.logits + row * p.size;
-  const int shift = static_cast<int>(reinterpret_cast<uintptr_t>(logits) / sizeof(float) % 4);
-  const RowRange whole = {logits - shift, shift, start + shift, end + shift};
-  RowRange split = whole;
-  if constexpr (T::kCluster) {
-    const int quad = whole.first / 4;
-    const int64_t quads = ceil_div(whole.last, 4) - quad;
-    split.first = max(whole.first, 4 * (quad + static_cast<int>(quads * rank / ranks)));
-    split.last = min(whole.last, 4 * (quad + static_cast<int>(quads * (rank + 1) / ranks)));
-  }
+  int wanted;
+  const RowRange whole = range_of(p, row, &wanted);
+  const RowRange split = T::kCluster ? split_of(whole, rank, ranks) : whole;
 
   int count = 0;  // length of this CTA's list
   if (wanted > 0) {
-    if (threadIdx.x == 0) prefetch(split, split.first / 4 * 4, T::kPrefetchLogits);
+    if (prefetches_block_l2()) prefetch(split, split.first / 4 * 4, T::kPrefetchLogits);
     L::init();
-    int above = end - start > capacity ? guess<T>(whole, wanted) : kLowestKey;
+    int above = whole.size() > capacity ? guess<T>(whole, wanted) : kLowestKey;
     for (int attempt = 0;; ++attempt) {
       count = stream<T>(split, above, wanted, capacity);
       int all = count;
@@ -322,7 +336,10 @@ __global__ void __launch_bounds__(T::kThreads, T::kCtasPerSm)
       }
       if (all >= wanted || above == kLowestKey) {
         if constexpr (T::kCluster) {
-          if (rank == 0) count = gather<T>(all, counts, wanted, capacity);
+          if (rank == 0) {
+            const auto list_of = [](int r) { return cluster_peer(L::entries(), r); };
+            count = gather<T, 1>(list_of, ranks, all, counts, wanted, capacity);
+          }
         }
         break;
       }

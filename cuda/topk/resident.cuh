@@ -235,15 +235,10 @@ __global__ void __launch_bounds__(T::kThreads, T::kCtasPerSm)
     resident_kernel(const __grid_constant__ TopkParams p) {
   using L = List<T::kThreads>;
   const int64_t row = p.rows - 1 - blockIdx.x;
-  const int size = static_cast<int>(p.size);
-  const int start = p.starts ? min(max(p.starts[row], 0), size) : 0;
-  const int end = p.ends ? max(min(p.ends[row], size), start) : size;
-  const int wanted = static_cast<int>(min(p.k, static_cast<int64_t>(end - start)));
+  int wanted;
+  const RowRange range = range_of(p, row, &wanted);
   int count = 0;
   if (wanted > 0) {
-    const float* logits = p.logits + row * p.size;
-    const int shift = static_cast<int>(reinterpret_cast<uintptr_t>(logits) / sizeof(float) % 4);
-    const RowRange range = {logits - shift, shift, start + shift, end + shift};
     const int quad = quad_of<T>(0, 0);
     RowRegisters<T> registers;
     float4 x[T::kVec];
@@ -256,7 +251,7 @@ __global__ void __launch_bounds__(T::kThreads, T::kCtasPerSm)
     L::init();
     __syncthreads();
     int above = kLowestKey;
-    if (wanted < end - start) {
+    if (wanted < range.size()) {
       const Cut cut = registers.find_cut(wanted);
       above = cut.ties > 0 ? registers.drop_ties(cut) : cut.key;
     }
@@ -271,7 +266,7 @@ __global__ void __launch_bounds__(T::kThreads, T::kCtasPerSm)
     count = places.warps.y;
     cut = L::reload(L::base());
     const uint32_t list = L::base() + sizeof(typename L::Scratch);
-    const int at = 4 * quad - shift;
+    const int at = 4 * quad - range.shift;
     uint32_t to_row = list + places.warps.x * 4;
 #pragma unroll
     for (int v = 0; v < T::kVec; ++v) {

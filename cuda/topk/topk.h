@@ -21,7 +21,15 @@ struct TopkParams {
   int64_t rows;
   int64_t size;
   int64_t k;
+  // Lists of the splits of long rows. GPUs without clusters process a few long rows by several CTAs
+  // each if there are topk_workspace_bytes, and by one CTA each otherwise.
+  void* workspace = nullptr;
+  int64_t workspace_bytes = 0;
 };
+
+// Returns the bytes of the workspace, sufficient for every device. There are none for many or short
+// rows.
+int64_t topk_workspace_bytes(int64_t rows, int64_t size, int64_t k);
 
 // Returns cudaErrorInvalidValue if min(k, size) or size exceeds its limit.
 cudaError_t launch_topk(const TopkParams& params, cudaStream_t stream);

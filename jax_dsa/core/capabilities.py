@@ -18,13 +18,16 @@ class Capability:
 
     Attributes:
         name: operator and pass, as "topk_fwd".
-        cuda: whether the CUDA kernel can run here.
+        cuda: whether the CUDA kernel can run here, on every GPU of this process.
         why: the reason if it cannot; otherwise the calls that the kernel covers.
+        tiers: the tiers of the kernels that these GPUs run: "hopper", "portable", or both if the
+            GPUs differ. Without a GPU, and if `cuda` is False, there are none.
     """
 
     name: str
     cuda: bool
     why: str
+    tiers: tuple[str, ...] = ()
 
 
 @dataclasses.dataclass(frozen=True)
@@ -41,10 +44,13 @@ class Capabilities:
 
     def __str__(self) -> str:
         kinds = sorted({d.device_kind for d in jax.devices()})
+        yes = f"yes, on compute capability {', '.join(map(ffi.gpu_name, ffi.gpus()))}"
+        if not self.cuda and ffi.portable_tier_forced():
+            yes += ", portable ones only (JAX_DSA_TIER)"
         lines = [
             f"jax_dsa {__version__}, JAX {compat.VERSION}, on {len(jax.devices())} x "
             f"{', '.join(kinds)}",
-            f"CUDA kernels: {f'no, because {self.cuda}' if self.cuda else 'yes'}",
+            f"CUDA kernels: {f'no, because {self.cuda}' if self.cuda else yes}",
             "XLA implementations: yes, for every operator",
             "",
         ]
@@ -52,7 +58,7 @@ class Capabilities:
         for p in self.passes:
             # A reason that holds for all passes is shown once, above.
             note = "" if p.why == self.cuda else f" ({p.why})"
-            lines.append(f"{p.name:<{width}}  {'CUDA' if p.cuda else 'XLA only'}{note}")
+            lines.append(f"{p.name:<{width}}  {' and '.join(p.tiers) or 'XLA only'}{note}")
         return "\n".join(lines)
 
 
@@ -81,6 +87,13 @@ def capabilities() -> Capabilities:
     def one(p: Pass[Any, Any, Any]) -> Capability:
         if p.kernel is None:
             return Capability(p.name, False, "no CUDA kernel yet")
-        return Capability(p.name, not here, here or p.kernel.limits)
+        if here:
+            return Capability(p.name, False, here)
+        tiers = {gpu: p.kernel.tier_on(gpu) for gpu in ffi.gpus()}
+        others = ", ".join(ffi.gpu_name(gpu) for gpu, tier in tiers.items() if tier is None)
+        if others:
+            return Capability(p.name, False, f"no CUDA kernel yet for compute capability {others}")
+        found = tuple(sorted({tier for tier in tiers.values() if tier is not None}))
+        return Capability(p.name, True, p.kernel.limits, found)
 
     return Capabilities(here, tuple(one(p) for p in passes()))

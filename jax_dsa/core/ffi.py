@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import importlib
+import os
 from itertools import chain
 from typing import TYPE_CHECKING, Any
 
@@ -56,10 +57,13 @@ def _load() -> tuple[bool, str]:
 
 
 _LOADED = _load()
+
+# Compute capabilities (major, minor).
+Gpu = tuple[int, int]
 _HOPPER = (9, 0)
+_LEAST = (8, 0)  # the oldest GPUs with portable kernels
 
 
-@functools.cache
 def status() -> tuple[bool, str]:
     """Returns whether the CUDA kernels can be used; if not, also the reason and the remedy.
 
@@ -67,22 +71,80 @@ def status() -> tuple[bool, str]:
     """
     if not _LOADED[0]:
         return _LOADED
-    built, driver = extension().cuda_versions()
-    if 0 < driver // 1000 < built // 1000:  # All of one major version are compatible.
+    machine = _machine()
+    if (
+        0 < machine.driver // 1000 < machine.built // 1000
+    ):  # All of one major version are compatible.
         return False, (
-            f"the kernels were compiled by CUDA {_version(built)}, and the driver knows CUDA "
-            f"{_version(driver)}: upgrade the driver, or compile them by CUDA {driver // 1000} "
-            f"(JAX_DSA_CUDA=ON CUDACXX=... pip install --force-reinstall --no-deps --no-binary "
-            f"jax_dsa jax_dsa)"
+            f"the kernels were compiled by CUDA {_version(machine.built)}, and the driver knows "
+            f"CUDA {_version(machine.driver)}: upgrade the driver, or compile them by CUDA "
+            f"{machine.driver // 1000} (JAX_DSA_CUDA=ON CUDACXX=... pip install --force-reinstall "
+            f"--no-deps --no-binary jax_dsa jax_dsa)"
         )
-    others = {tuple(c) for c in extension().compute_capabilities()} - {_HOPPER}
+    others = [gpu for gpu in machine.gpus if tier_of(gpu) is None]
     if not others:
         return True, ""
-    found = ", ".join(f"{major}.{minor}" for major, minor in sorted(others))
-    return False, (
-        f"the kernels are compiled for Hopper (compute capability 9.0), and there are GPUs of "
-        f"{found} here; CUDA_VISIBLE_DEVICES can leave them out"
+    needed = f"the kernels need compute capability {gpu_name(_LEAST)} or newer"
+    if "portable" not in machine.tiers:
+        needed = "the extension was built without portable kernels (JAX_DSA_TIERS)"
+        if portable_tier_forced():
+            return False, f"{needed}, and JAX_DSA_TIER asks for them"
+    found = ", ".join(map(gpu_name, others))
+    return (
+        False,
+        f"{needed}, and there are GPUs of {found} here; CUDA_VISIBLE_DEVICES can leave them out",
     )
+
+
+@dataclasses.dataclass(frozen=True)
+class _Machine:
+    """What the extension says about itself and about this machine."""
+
+    built: int  # the CUDA version of the kernels
+    driver: int  # the newest CUDA version that the driver supports; 0 without a driver
+    gpus: tuple[Gpu, ...]  # the GPUs of this process, each compute capability once
+    tiers: tuple[str, ...]  # the tiers of kernels that were built
+
+
+@functools.cache
+def _machine() -> _Machine:
+    """Asks the extension, which asks the driver. No JAX backend starts."""
+    if not _LOADED[0]:
+        return _Machine(0, 0, (), ("hopper", "portable"))
+    module = extension()
+    built, driver = module.cuda_versions()
+    gpus = sorted({(major, minor) for major, minor in module.compute_capabilities()})
+    return _Machine(built, driver, tuple(gpus), tuple(module.tiers()))
+
+
+def gpus() -> tuple[Gpu, ...]:
+    """Returns the compute capabilities of the GPUs of this process, each once."""
+    return _machine().gpus
+
+
+def gpu_name(gpu: Gpu) -> str:
+    """Returns a compute capability as text: "9.0"."""
+    return f"{gpu[0]}.{gpu[1]}"
+
+
+def portable_tier_forced() -> bool:
+    """Returns whether JAX_DSA_TIER=portable asks for portable kernels on Hopper GPUs too.
+
+    Raises:
+        ValueError: the variable has another value.
+    """
+    tier = os.environ.get("JAX_DSA_TIER", "")
+    if tier not in ("", "portable"):
+        raise ValueError(f"the environment variable JAX_DSA_TIER is '{tier}', want 'portable'")
+    return tier == "portable"
+
+
+def tier_of(gpu: Gpu) -> str | None:
+    """Returns the tier of kernels that a GPU runs, "hopper" or "portable"; None if it runs none."""
+    tiers = _machine().tiers
+    if gpu == _HOPPER and "hopper" in tiers and not portable_tier_forced():
+        return "hopper"
+    return "portable" if gpu >= _LEAST and "portable" in tiers else None
 
 
 def _version(number: int) -> str:
@@ -129,14 +191,17 @@ class Kernel:
     Attributes:
         run: `(options, avals, *groups) -> results`, which calls one or more handlers. `avals` is
             the named tuple of the results with their shapes and dtypes.
-        supports: `(options, *groups)` -> None, or the reason why the kernel cannot run this call.
-            Operands have shapes and dtypes but perhaps no values; absent ones are None.
+        supports: `(options, *groups)` -> None, or the reason why the kernel cannot run this call on
+            a Hopper GPU. Operands have shapes and dtypes but perhaps no values; absent ones are
+            None.
         limits: the calls that the kernel covers, as text for `python -m jax_dsa`.
         takes: the fields of the first group that the kernel reads; None for all. The kernel cannot
             run a call that has another operand.
         prefer_query_sharding: `(options, *groups)` -> whether the kernel prefers query sharding to
             head sharding, given the shapes of the whole call. Mesh axes that shard heads then split
             the queries. None means that it never does.
+        portable: like `supports`, for the kernels of the portable tier. None: there are none.
+        portable_since: the oldest GPU that runs them.
     """
 
     run: Callable[..., Any]
@@ -144,16 +209,44 @@ class Kernel:
     limits: str
     takes: tuple[str, ...] | None = None
     prefer_query_sharding: Callable[..., bool] | None = None
+    portable: Callable[..., str | None] | None = None
+    portable_since: Gpu = _LEAST
 
     def unsupported_reason(self, options: Any, *groups: Any) -> str | None:
-        """Returns the reason why the kernel cannot run this call; None if it can."""
+        """Returns the reason why the kernel cannot run this call; None if it can.
+
+        It must be able to run on every GPU of this process. Without a GPU, the program may be for a
+        Hopper GPU elsewhere.
+        """
         fields = () if self.takes is None else groups[0]._fields
         for name in fields:
             if name not in (self.takes or ()) and getattr(groups[0], name) is not None:
                 return f"it does not take '{name}'"
         if {type(n) for x in chain(*groups) if x is not None for n in x.shape} - {int}:
             return "it takes no symbolic sizes"
-        return self.supports(options, *groups)
+        reasons = (self._unsupported_on(gpu, options, groups) for gpu in gpus() or (_HOPPER,))
+        return next((why for why in reasons if why is not None), None)
+
+    def tier_on(self, gpu: Gpu) -> str | None:
+        """Returns the tier whose kernel a GPU runs for this pass; None if there is no kernel."""
+        tier = tier_of(gpu)
+        if tier == "portable" and (self.portable is None or gpu < self.portable_since):
+            return None
+        return tier
+
+    def _unsupported_on(self, gpu: Gpu, options: Any, groups: tuple[Any, ...]) -> str | None:
+        tier = self.tier_on(gpu)
+        if tier is None:
+            forced = " in the portable tier (JAX_DSA_TIER)" if gpu == _HOPPER else ""
+            return f"it has no kernel for GPUs of compute capability {gpu_name(gpu)}{forced}"
+        portable = self.portable if "portable" in _machine().tiers else None
+        if tier == "hopper":
+            why = self.supports(options, *groups)
+            if why is None or portable is None:
+                return why
+            # The launcher takes the portable kernel for what the Hopper kernel does not cover.
+            return None if portable(options, *groups) is None else why
+        return None if portable is None else portable(options, *groups)
 
 
 def call(

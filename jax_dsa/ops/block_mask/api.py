@@ -48,13 +48,13 @@ _LIMITS = "arrays, ranges and segments; no mask function"
 CLASSIFY = Pass(
     "block_mask_classify",
     xla.block_mask_classify,
-    kernel=Kernel(cuda.block_mask_classify, cuda.supports, limits=_LIMITS),
+    kernel=Kernel(cuda.block_mask_classify, cuda.supports, limits=_LIMITS, portable=cuda.supports),
     shardable="b h",
 )
 PACK = Pass(
     "block_mask_pack",
     xla.block_mask_pack,
-    kernel=Kernel(cuda.block_mask_pack, cuda.supports, limits=_LIMITS),
+    kernel=Kernel(cuda.block_mask_pack, cuda.supports, limits=_LIMITS, portable=cuda.supports),
     shardable="b h",
 )
 INDEX_MASK = Pass("topk_mask", xla.index_mask, shardable="b t")

@@ -44,7 +44,9 @@ WEIGHTS = Pass(
     "fp8_linear_weights",
     xla.fp8_linear_weights,
     shardable="b i j",
-    kernel=Kernel(cuda.fp8_linear_weights, cuda.supports, limits="any shape"),
+    kernel=Kernel(
+        cuda.fp8_linear_weights, cuda.supports, limits="any shape", portable=cuda.supports
+    ),
 )
 # As in fp8_matmul, F is not sharded in the forward pass.
 FWD = Pass(

@@ -21,13 +21,13 @@ FWD = Pass(
     "gated_pool_fwd",
     xla.gated_pool_fwd,
     shardable="b d",
-    kernel=Kernel(cuda.gated_pool_fwd, cuda.supports, limits=_LIMITS),
+    kernel=Kernel(cuda.gated_pool_fwd, cuda.supports, limits=_LIMITS, portable=cuda.supports),
 )
 BWD = Pass(
     "gated_pool_bwd",
     xla.gated_pool_bwd,
     shardable="b d",
-    kernel=Kernel(cuda.gated_pool_bwd, cuda.supports, limits=_LIMITS),
+    kernel=Kernel(cuda.gated_pool_bwd, cuda.supports, limits=_LIMITS, portable=cuda.supports),
 )
 
 # The operator without the checks of its arguments.

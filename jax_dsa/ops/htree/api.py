@@ -38,6 +38,7 @@ FWD = Pass(
         cuda.htree_fwd,
         cuda.supports,
         limits=f"{_LIMITS}; over a cache up to {cuda.MAX_DECODE_QUERIES} queries",
+        portable=cuda.portable_supports,
     ),
 )
 BWD = Pass(

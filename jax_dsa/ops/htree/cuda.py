@@ -19,6 +19,7 @@ MAX_GROUP_HEADS = 192
 MAX_BWD_GROUP_HEADS = 128
 MAX_DECODE_GROUP_HEADS = 128
 MAX_DECODE_QUERIES = 16  # every query reads its keys by itself, so more are slow
+PORTABLE_SHARED_BYTES = 99 * 1024  # of a CTA, on the GPUs that have the least
 
 # Bytes of the workspace for importances and lists. The forward kernels process as many queries at a
 # time as fit: with compression 16 and top_k 512, these are three waves of CTAs of 12 queries on the
@@ -44,6 +45,26 @@ def supports(options: Options, x: Operands) -> str | None:
         return f"it takes 1..{limit} heads per KV head, got N={heads}, G={groups}"
     if cache and x.q.shape[1] > MAX_DECODE_QUERIES:
         return f"over a cache it takes up to {MAX_DECODE_QUERIES} queries, got T={x.q.shape[1]}"
+    return None
+
+
+def portable_supports(options: Options, x: Operands) -> str | None:
+    """Returns None if the portable kernels can run this call, or the reason why they cannot."""
+    if options.capacity is None:
+        return "on GPUs other than Hopper it runs only over a cache"
+    if why := supports(options, x):
+        return why
+    needed = ffi.extension().htree_decode_shared_bytes(
+        group_heads=x.q.shape[2] // x.k.shape[2],
+        dim=x.q.shape[3],
+        compression=options.compression,
+        top_k=options.top_k,
+    )
+    if needed > PORTABLE_SHARED_BYTES:
+        return (
+            f"on GPUs other than Hopper it has no space for compression={options.compression} "
+            f"and top_k={options.top_k}"
+        )
     return None
 
 

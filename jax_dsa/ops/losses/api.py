@@ -27,13 +27,17 @@ SPARSE_FWD = Pass(
     "indexer_kl_loss_fwd",
     xla.indexer_kl_loss_fwd,
     shardable="b t",
-    kernel=Kernel(cuda.indexer_kl_loss_fwd, cuda.fwd_supports, limits="float32"),
+    kernel=Kernel(
+        cuda.indexer_kl_loss_fwd, cuda.fwd_supports, limits="float32", portable=cuda.fwd_supports
+    ),
 )
 SPARSE_BWD = Pass(
     "indexer_kl_loss_bwd",
     xla.indexer_kl_loss_bwd,
     shardable="b t",
-    kernel=Kernel(cuda.indexer_kl_loss_bwd, cuda.bwd_supports, limits="float32"),
+    kernel=Kernel(
+        cuda.indexer_kl_loss_bwd, cuda.bwd_supports, limits="float32", portable=cuda.bwd_supports
+    ),
 )
 DENSE_FWD = Pass(
     "dense_indexer_kl_loss_fwd",

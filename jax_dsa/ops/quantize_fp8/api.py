@@ -38,13 +38,13 @@ QUANTIZE = Pass(
     "quantize_fp8",
     xla.quantize_fp8,
     shardable=f"{SHARDED_ROWS} i j",
-    kernel=Kernel(cuda.quantize_fp8, cuda.supports, limits=_LIMITS),
+    kernel=Kernel(cuda.quantize_fp8, cuda.supports, limits=_LIMITS, portable=cuda.supports),
 )
 DEQUANTIZE_FWD = Pass(
     "dequantize_fp8_fwd",
     xla.dequantize_fp8_fwd,
     shardable=f"{SHARDED_ROWS} i j",
-    kernel=Kernel(cuda.dequantize_fp8_fwd, cuda.supports, limits=_LIMITS),
+    kernel=Kernel(cuda.dequantize_fp8_fwd, cuda.supports, limits=_LIMITS, portable=cuda.supports),
 )
 DEQUANTIZE_BWD = Pass("dequantize_fp8_bwd", xla.dequantize_fp8_bwd, shardable=f"{SHARDED_ROWS} i j")
 

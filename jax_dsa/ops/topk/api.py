@@ -36,7 +36,10 @@ FWD = Pass(
     xla.topk_fwd,
     shardable="b t",
     kernel=Kernel(
-        cuda.topk_fwd, cuda.supports, limits=f"float32 rows; top_k up to {cuda.MAX_SELECTED}"
+        cuda.topk_fwd,
+        cuda.supports,
+        limits=f"float32 rows; top_k up to {cuda.MAX_SELECTED}",
+        portable=cuda.supports,
     ),
 )
 BWD = Pass("topk_bwd", xla.topk_bwd, shardable="b t")

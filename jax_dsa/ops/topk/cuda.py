@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import jax
 import jax.numpy as jnp
 
 from jax_dsa.core import ffi
@@ -33,5 +34,13 @@ def selects(top_k: int, size: int) -> str | None:
 
 
 def topk_fwd(options: Options, avals: Results, x: Operands) -> Results:
-    """Runs the kernel of `xla.topk_fwd`."""
-    return Results(*ffi.call("jax_dsa.topk_fwd.v2", x, avals))
+    """Runs the kernel of `xla.topk_fwd`.
+
+    The workspace is for a few long rows, which several blocks of threads share.
+    """
+    batch, queries, size = x.x.shape
+    rows, k = batch * queries, options.top_k
+    lists = int(ffi.extension().topk_workspace_bytes(rows=rows, size=size, k=k))
+    workspace = jax.ShapeDtypeStruct((lists // 4,), jnp.float32)
+    *results, _ = ffi.call("jax_dsa.topk_fwd.v3", x, (*avals, workspace))
+    return Results(*results)

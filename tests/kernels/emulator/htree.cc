@@ -6,6 +6,7 @@
 #include "htree/fwd.cu"
 #include "problems/aligned.h"
 #include "problems/htree_findings.h"
+#include "topk/cluster.cu"
 #include "topk/dispatch.cu"
 
 namespace {

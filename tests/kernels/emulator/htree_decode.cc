@@ -45,7 +45,13 @@ void check(const Case& c, const std::vector<emulator::Options>& schedules) {
     p.workspace_bytes = htree_decode_workspace(params);
     Aligned<uint8_t> workspace(p.workspace_bytes);
     p.workspace = workspace.get();
-    emulator::require(launch_htree_decode(params, nullptr));
+    const cudaError_t status = launch_htree_decode(params, nullptr);
+    const int least = htree_decode_shared_bytes(c.heads / c.groups, c.dim, c.compression, c.top_k);
+    if (least > emulator::machine.gpu.shared_bytes) {
+      failures += status != cudaErrorNotSupported;
+      return;
+    }
+    emulator::require(status);
     htree::DecodePlan plan = {};
     htree::assign_workspace(p, x.layers.count, 3 * rows, plan);
 
@@ -84,6 +90,11 @@ void check(const Case& c, const std::vector<emulator::Options>& schedules) {
 
 int main(int argc, char** argv) {
   for (const Case& c : kDecodeCases) check(c, emulator::schedules(argc, argv, &c - kDecodeCases));
+  for (const emulator::Gpu& gpu : emulator::kPortableGpus) {
+    emulator::machine.gpu = gpu;
+    printf("%s of shared memory\n", gpu.name);
+    for (const Case& c : kDecodeCases) check(c, {{true, true, 3}});
+  }
   printf(failures ? "FAILED %d\n" : "all good\n", failures);
   return failures != 0;
 }

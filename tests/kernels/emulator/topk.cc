@@ -1,6 +1,7 @@
 // Runs the top-k kernels on the emulator and compares their results bit for bit with a CPU
 // reference.
 #include "problems/topk_problem.h"
+#include "topk/cluster.cu"
 #include "topk/dispatch.cu"
 
 namespace {
@@ -60,8 +61,26 @@ void run(const char* kernel, const Case& c, Kind kind, const emulator::Options& 
 template <typename T>
 auto launcher(int ranks) {
   return [ranks](const TopkParams& p) {
-    return topk::launch<T>(p, capacity_for(std::min(p.k, p.size), T::kTile), ranks, nullptr);
+    return topk::launch<T>(p, capacity_for<T>(std::min(p.k, p.size)), ranks, nullptr);
   };
+}
+
+// Returns a launcher of the kernels without clusters, with `ranks` CTAs per row.
+auto splits(int ranks) {
+  return [ranks](TopkParams p) {
+    const int64_t wanted = std::min(p.k, p.size);
+    std::vector<float2> workspace(topk::split_bytes(p.rows, wanted, ranks) / sizeof(float2));
+    p.workspace = workspace.data();
+    return topk::launch_splits<topk::Wide>(p, capacity_for<topk::Wide>(wanted), ranks, nullptr);
+  };
+}
+
+// The public launcher, with its workspace.
+cudaError_t launch_with_workspace(TopkParams p) {
+  p.workspace_bytes = topk_workspace_bytes(p.rows, p.size, p.k);
+  std::vector<float2> workspace(p.workspace_bytes / sizeof(float2));
+  p.workspace = workspace.data();
+  return launch_topk(p, nullptr);
 }
 
 }  // namespace
@@ -81,18 +100,21 @@ int main(int argc, char** argv) {
       run("cluster of 2", {2, 40002, 100}, kind, options, launcher<topk::Latency>(2));
       run("cluster of 4", {1, 40001, 2048}, kind, options, launcher<topk::Latency>(4));
       run("cluster of 8", {1, 60003, 4096}, kind, options, launcher<topk::Latency>(8));
+      run("2 splits", {2, 40002, 100}, kind, options, splits(2));
+      run("16 splits", {1, 60003, 4096}, kind, options, splits(16));
     }
     // The sample holds all high values, so the first threshold is too high and the row is read
     // again.
     run("throughput", {1, 1 << 15, 1000, true}, Kind::kComb, options,
         launcher<topk::Throughput>(1));
     run("cluster of 2", {1, 1 << 16, 2048, true}, Kind::kComb, options, launcher<topk::Latency>(2));
+    run("2 splits", {1, 1 << 16, 2048, true}, Kind::kComb, options, splits(2));
     // The same with an odd number of tiles. Both attempts then begin with the same sum buffer.
     run("throughput", {1, (1 << 15) + 4, 1000, true}, Kind::kComb, options,
         launcher<topk::Throughput>(1));
     run("wide", {1, (1 << 15) + 4, 1000, true}, Kind::kComb, options, launcher<topk::Wide>(1));
     emulator::machine.num_sms = seed % 2 ? 2 : 16;
-    // The dispatcher chooses the kernel, a cluster for few long rows.
+    // The dispatcher chooses the kernel: for few long rows a cluster, or splits on other GPUs.
     for (const Case& c : {Case{2, 3, 5},
                           {5, 8192, 62},
                           {7, 8193, 4096},
@@ -106,6 +128,13 @@ int main(int argc, char** argv) {
       run("launcher", c, Kind::kSpecial, options,
           [](const auto& p) { return launch_topk(p, nullptr); });
     }
+    for (const emulator::Gpu& gpu : emulator::kPortableGpus) {
+      emulator::machine.gpu = gpu;
+      for (const Case& c : {Case{5, 8192, 62}, {3, 9000, 3}, {1, 1 << 18, 700}, {2, 70000, 4096}}) {
+        run(gpu.name, c, Kind::kSpecial, options, launch_with_workspace);
+      }
+    }
+    emulator::machine.gpu = emulator::kHopperGpu;
   }
   printf(failures ? "FAILED %d\n" : "all good\n", failures);
   return failures != 0;

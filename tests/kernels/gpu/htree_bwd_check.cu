@@ -2,7 +2,7 @@
 // times them.
 //   nvcc -std=c++20 -O3 -gencode arch=compute_90a,code=sm_90a -Icuda -Itests/kernels \
 //       -o htree_bwd_check tests/kernels/gpu/htree_bwd_check.cu cuda/htree/build.cu \
-//       cuda/htree/bwd.cu cuda/htree/fwd.cu cuda/topk/dispatch.cu
+//       cuda/htree/bwd.cu cuda/htree/fwd.cu cuda/topk/cluster.cu cuda/topk/dispatch.cu
 //   ./htree_bwd_check [test|small|bench] [seed or T]
 // How to read the output of `test`: dq comes from the walk, dk and dv from the lists and the
 // nodes' kernel. All are wrong if the records are. `bench` times every kernel for two chunk

@@ -2,7 +2,7 @@
 // times them.
 //   nvcc -std=c++20 -O3 -gencode arch=compute_90a,code=sm_90a -Icuda -Itests/kernels \
 //       -o htree_check tests/kernels/gpu/htree_check.cu cuda/htree/build.cu cuda/htree/fwd.cu \
-//       cuda/topk/dispatch.cu
+//       cuda/topk/cluster.cu cuda/topk/dispatch.cu
 //   ./htree_check [test|small|bench|once|build] [seed or T]
 // How to read the output of `test`: a wrong tree explains all other errors. Then look at "gap"
 // (a candidate that was not selected is more important than a selected one: the scores are

@@ -1,7 +1,7 @@
 // Tests the indexer's forward kernels against a float64 reference and times them.
 //   nvcc -std=c++20 -O3 -gencode arch=compute_90a,code=sm_90a -Icuda -Itests/kernels \
 //       -o indexer_check tests/kernels/gpu/indexer_check.cu cuda/indexer/dispatch.cu \
-//       cuda/indexer/fwd_*.cu cuda/topk/dispatch.cu
+//       cuda/indexer/fwd_*.cu cuda/topk/cluster.cu cuda/topk/dispatch.cu
 //   ./indexer_check [test|small|bench|decode|profile] [seed]
 // `bench` times the kernels for many queries; `decode` times those for few and for many queries.
 // The reference runs on the GPU, for every element of small cases. The CPU checks some of it again.

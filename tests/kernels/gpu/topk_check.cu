@@ -1,6 +1,6 @@
 // Tests the exactness of the top-k kernels and times them, without JAX.
 //   nvcc -std=c++20 -O3 -gencode arch=compute_90a,code=sm_90a -Icuda -Itests/kernels \
-//       -o topk_check tests/kernels/gpu/topk_check.cu cuda/topk/dispatch.cu
+//       -o topk_check tests/kernels/gpu/topk_check.cu cuda/topk/cluster.cu cuda/topk/dispatch.cu
 //
 // topk_check test            compares every kernel with a CPU reference, bit for bit
 // topk_check small           the same for a few small shapes, for compute-sanitizer
@@ -22,6 +22,7 @@
 #include "problems/topk_problem.h"
 #include "topk/fwd.cuh"
 #include "topk/resident.cuh"
+#include "topk/split.cuh"
 
 using namespace jax_dsa;
 using namespace topk_problem;
@@ -61,15 +62,47 @@ Variant resident(std::string name) {
           }};
 }
 
+// Returns the parameters with a workspace of so many bytes, which later calls use, too.
+TopkParams with_workspace(TopkParams p, int64_t bytes) {
+  static void* workspace = nullptr;
+  static int64_t has = 0;
+  if (bytes > has) {
+    CHECK(cudaDeviceSynchronize());
+    CHECK(cudaFree(workspace));
+    CHECK(cudaMalloc(&workspace, bytes));
+    has = bytes;
+  }
+  p.workspace = workspace, p.workspace_bytes = bytes;
+  return p;
+}
+
+// The kernels without clusters, with `ranks` CTAs per row.
+Variant splits(std::string name, int ranks) {
+  return {name, [=](const TopkParams& p) {
+            const int64_t wanted = std::min(p.k, p.size), rows = topk::Wide::kTile + wanted;
+            const int capacity = static_cast<int>((std::max(2 * wanted, rows) + 3) / 4 * 4);
+            const TopkParams all = with_workspace(p, topk::split_bytes(p.rows, wanted, ranks));
+            return topk::launch_splits<topk::Wide>(all, capacity, ranks, 0);
+          }};
+}
+
+// JAX_DSA_TIER=portable makes "dispatch" choose among the kernels without clusters.
 std::vector<Variant> variants() {
   return {
-      {"dispatch", [](const TopkParams& p) { return launch_topk(p, 0); }},
+      {"dispatch",
+       [](const TopkParams& p) {
+         return launch_topk(with_workspace(p, topk_workspace_bytes(p.rows, p.size, p.k)), 0);
+       }},
       variant<topk::Throughput>("throughput", 1),
       resident<topk::Resident>("resident"),
       variant<topk::Wide>("wide", 1),
       variant<topk::Latency>("latency x2", 2),
       variant<topk::Latency>("latency x4", 4),
       variant<topk::Latency>("latency x8", 8),
+      splits("splits x2", 2),
+      splits("splits x4", 4),
+      splits("splits x8", 8),
+      splits("splits x16", 16),
   };
 }
 

@@ -494,7 +494,7 @@ void test_htree() {
 
 void test_topk() {
   const auto topk = [](Array x, int64_t size, int64_t k, Array values) {
-    return topk_fwd(nullptr, x, s32({2, 3}), s32({2, 3}), s32({2, 3, k}), values);
+    return topk_fwd(nullptr, x, s32({2, 3}), s32({2, 3}), s32({2, 3, k}), values, f32({0}));
   };
   expect("no values", topk(f32({2, 3, 50}), 50, 4, kAbsent));
   check_true("no values", launched<TopkParams>.values == nullptr && launched<TopkParams>.rows == 6);

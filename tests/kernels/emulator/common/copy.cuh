@@ -152,6 +152,8 @@ inline void prefetch_l2(const void* from, uint32_t bytes) {
 }
 
 inline void prefetch_line_l2(const void*) {}
+inline bool prefetches_block_l2() { return true; }
+inline void prefetch_block_l2(const void* from, uint32_t bytes) { prefetch_l2(from, bytes); }
 
 // ---- predicated loads and stores ----------------------------------------------------------------
 

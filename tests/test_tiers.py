@@ -1,0 +1,203 @@
+"""Which kernels are chosen on which GPUs, with machines that are simulated on the CPU."""
+
+from __future__ import annotations
+
+import inspect
+import itertools
+import re
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import pytest
+
+import jax_dsa
+from jax_dsa.core import ffi
+from jax_dsa.core.capabilities import capabilities
+from jax_dsa.core.op import passes
+
+ROOT = Path(__file__).parent.parent
+AMPERE, ADA, HOPPER, BLACKWELL = ((8, 0), (8, 6)), (8, 9), (9, 0), ((10, 0), (12, 0))
+OTHERS = [*AMPERE, ADA, *BLACKWELL]
+
+QUERIES = itertools.count(2000)  # every test uses another size, so that no test reuses a trace
+
+
+def text(call: Any, *dims: int) -> str:
+    """Returns the program of a default call, as it is traced for all platforms."""
+    return str(jax.make_jaxpr(call)(jnp.ones((next(QUERIES), *dims), jnp.bfloat16)))
+
+
+def quantize(x: Any) -> Any:
+    """Calls an operator whose kernel runs on every GPU."""
+    return jax_dsa.quantize_fp8(x)
+
+
+def product(x: Any, implementation: Any = None) -> Any:
+    """Calls an operator that needs FP8 tensor cores."""
+    weights = jnp.zeros((128, 128), jnp.float8_e4m3fn), jnp.ones((1, 1))
+    codes, scale = x.astype(jnp.float8_e4m3fn), jnp.ones((x.shape[0], 1))
+    return jax_dsa.fp8_matmul(codes, scale, *weights, implementation=implementation)
+
+
+@pytest.fixture
+def hopper_only(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Makes `fp8_matmul` an operator whose kernel needs Hopper, whatever it is by now."""
+    kernel = PASSES["fp8_matmul_fwd"].kernel
+    assert kernel is not None
+    changed = ffi.Kernel(kernel.run, kernel.supports, limits=kernel.limits)
+    monkeypatch.setattr(PASSES["fp8_matmul_fwd"], "kernel", changed)
+
+
+PASSES = {p.name: p for p in passes()}
+PARTLY = {"htree_fwd"}  # over a cache only
+
+
+@pytest.mark.parametrize("gpu", [*OTHERS, HOPPER])
+def test_a_portable_kernel_is_chosen_on_every_gpu(machine: Any, gpu: tuple) -> None:
+    machine(gpu)
+    assert ffi.status() == (True, "")
+    assert "jax_dsa.quantize_fp8.v1" in text(quantize, 128)
+
+
+@pytest.mark.parametrize("gpu", OTHERS)
+@pytest.mark.usefixtures("hopper_only")
+def test_without_a_portable_kernel_a_call_takes_xla(machine: Any, gpu: tuple) -> None:
+    machine(gpu)
+    assert "jax_dsa.fp8_matmul.v1" not in text(product, 128)
+    name = ffi.gpu_name(gpu)
+    with pytest.raises(
+        NotImplementedError,
+        match=rf"^fp8_matmul: .*no kernel for GPUs of compute capability {name}; .*='xla'",
+    ):
+        product(jnp.ones((next(QUERIES), 128)), "cuda")
+
+
+@pytest.mark.parametrize("found", [(), (HOPPER,)])
+@pytest.mark.usefixtures("hopper_only")
+def test_a_hopper_kernel_is_chosen_on_hopper_and_without_a_gpu(machine: Any, found: tuple) -> None:
+    machine(*found)
+    assert "jax_dsa.fp8_matmul.v1" in text(product, 128)
+
+
+@pytest.mark.usefixtures("hopper_only")
+def test_a_kernel_must_run_on_every_gpu_of_the_process(machine: Any) -> None:
+    machine(HOPPER, ADA)
+    assert ffi.status() == (True, "")
+    assert "jax_dsa.quantize_fp8.v1" in text(quantize, 128)
+    assert "jax_dsa.fp8_matmul.v1" not in text(product, 128)
+    found = {p.name: p for p in capabilities_of(machine, HOPPER, ADA).passes}
+    assert found["quantize_fp8"].tiers == ("hopper", "portable")
+    assert not found["fp8_matmul_fwd"].cuda and "8.9" in found["fp8_matmul_fwd"].why
+
+
+@pytest.mark.usefixtures("hopper_only")
+def test_the_portable_tier_can_be_forced(machine: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    machine(HOPPER)
+    monkeypatch.setenv("JAX_DSA_TIER", "portable")
+    assert "jax_dsa.quantize_fp8.v1" in text(quantize, 128)
+    assert "jax_dsa.fp8_matmul.v1" not in text(product, 128)
+    found = {p.name: p for p in capabilities_of(machine, HOPPER).passes}
+    assert found["quantize_fp8"].tiers == ("portable",)
+    assert not found["fp8_matmul_fwd"].cuda
+    monkeypatch.setenv("JAX_DSA_TIER", "volta")
+    with pytest.raises(ValueError, match="JAX_DSA_TIER is 'volta', want 'portable'"):
+        text(quantize, 128)
+
+
+def capabilities_of(machine: Any, *gpus: tuple[int, int]) -> Any:
+    """Returns `capabilities()` with these GPUs, which JAX sees too."""
+    machine(*gpus)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(jax_dsa.core.capabilities, "_why_no_cuda", lambda: "")
+        return capabilities()
+
+
+@pytest.mark.parametrize("gpu", [*OTHERS, HOPPER])
+def test_capabilities_name_the_tier_of_each_pass(machine: Any, gpu: tuple) -> None:
+    found = capabilities_of(machine, gpu)
+    tier = "hopper" if gpu == HOPPER else "portable"
+    for p in found.passes:
+        kernel = PASSES[p.name].kernel
+        has = kernel is not None and (
+            gpu == HOPPER or (kernel.portable is not None and gpu >= kernel.portable_since)
+        )
+        assert p.cuda == has and p.tiers == ((tier,) if has else ())
+        assert has or kernel is None or ffi.gpu_name(gpu) in p.why
+    printed = str(found)
+    assert f"CUDA kernels: yes, on compute capability {ffi.gpu_name(gpu)}\n" in printed
+    assert re.search(rf"^quantize_fp8 +{tier} ", printed, re.M)
+
+
+@pytest.mark.parametrize(
+    ("tiers", "gpu", "why"),
+    [
+        (("hopper",), (8, 6), r"without portable kernels \(JAX_DSA_TIERS\).* GPUs of 8\.6 here"),
+        (("hopper",), HOPPER, ""),
+        (("portable",), HOPPER, ""),
+        (("portable",), (7, 5), r"8\.0 or newer, and there are GPUs of 7\.5 here"),
+    ],
+)
+def test_builds_without_a_tier(machine: Any, tiers: tuple, gpu: tuple, why: str) -> None:
+    machine(gpu, tiers=tiers)
+    fine, reason = ffi.status()
+    assert fine == (not why) and re.search(why, reason)
+    assert ffi.tier_of(gpu) == (None if why else tiers[0])
+
+
+def test_a_build_without_portable_kernels_cannot_be_asked_for_them(
+    machine: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    machine(HOPPER, tiers=("hopper",))
+    monkeypatch.setenv("JAX_DSA_TIER", "portable")
+    fine, why = ffi.status()
+    assert not fine and "JAX_DSA_TIERS), and JAX_DSA_TIER asks for them" in why
+
+
+def test_a_call_that_only_the_portable_kernel_covers_runs_on_hopper(machine: Any) -> None:
+    machine(HOPPER)
+    kernel = ffi.Kernel(lambda: None, lambda *_: "too wide", limits="", portable=lambda *_: None)
+    assert kernel.unsupported_reason(None, ()) is None
+    machine(HOPPER, tiers=("hopper",))
+    assert kernel.unsupported_reason(None, ()) == "too wide"
+    machine((8, 9))
+    newer = ffi.Kernel(
+        *(lambda: None, lambda *_: None),
+        limits="",
+        portable=lambda *_: None,
+        portable_since=(10, 0),
+    )
+    assert "no kernel for GPUs of compute capability 8.9" in str(newer.unsupported_reason(None, ()))
+
+
+def test_python_and_the_handlers_agree_about_portable_kernels() -> None:
+    """A pass has a portable kernel if all handlers that it may call have one."""
+    since = {
+        target: constant
+        for file in ROOT.glob("ffi/*.cc")
+        for target, constant in re.findall(
+            r'DSA_FFI_HANDLER\(\s*"(\S+)",\s*\w+,\s*(\w+)\)', file.read_text()
+        )
+    }
+    assert len(since) > 20 and set(since.values()) <= {"kHopperOnly", "kEveryGpu", "kFp8Gpu"}
+    checked = 0
+    for p in passes():
+        if p.kernel is None or p.name in PARTLY:
+            continue
+        targets = re.findall(r'"(jax_dsa\.[\w.]+)"', inspect.getsource(p.kernel.run))
+        if not targets:
+            continue  # it calls its handlers through another function
+        checked += 1
+        constants = {since[target] for target in targets}
+        expected = (8, 9) if "kFp8Gpu" in constants else (8, 0)
+        assert (p.kernel.portable is not None) == ("kHopperOnly" not in constants), p.name
+        assert p.kernel.portable is None or p.kernel.portable_since == expected, p.name
+    assert checked > 10
+
+
+def test_the_extension_agrees() -> None:
+    extension = pytest.importorskip("jax_dsa._cuda", reason="built without the extension")
+    assert set(extension.tiers()) <= {"hopper", "portable"}
+    assert set(extension.portable_since()) <= set(extension.targets())
+    assert set(extension.portable_since().values()) <= {(8, 0), (8, 9)}
