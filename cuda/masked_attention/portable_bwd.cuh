@@ -258,6 +258,7 @@ __global__ void __launch_bounds__(Tr::kThreads, 1)
         const Operand<Side::kA, false, kStep> bias(p_tile, score_row() + 16 * m, score_key());
         add_bias<kType>(s[m], p.scale, [&](int k, uint32_t (&x)[4]) { bias.load(0, k, x); });
       }
+      __syncwarp();  // P overwrites the biases
     }
     if constexpr (Tr::kQStages == 2) load_q(next, stage ^ 1);
     if constexpr (Tr::kDoutStages == 2) load_dout(next, stage ^ 1);
@@ -267,8 +268,10 @@ __global__ void __launch_bounds__(Tr::kThreads, 1)
     // Masks and huge rows. A capped score must stay as it is, because its derivative follows from
     // it, so huge rows are subtracted from general scores later.
     const auto row_of = [&](int m, int r) { return score_row() + 16 * m + lane() / 4 + r * 8; };
+    const auto huge_row = [&](int m, int r) {
+      return w.huge_rows[step_index(step) * kStep + row_of(m, r)];
+    };
     float lse[kM][2], to_log2 = scale_log2;
-    HugeRow huge[kM][2] = {};
 #pragma unroll
     for (int m = 0; m < kM; ++m) {
       if constexpr (Tr::kGeneral) {
@@ -280,17 +283,12 @@ __global__ void __launch_bounds__(Tr::kThreads, 1)
     if (step.huge) {
       to_log2 = kLog2E;
 #pragma unroll
-      for (int m = 0; m < kM; ++m) {
+      for (int m = 0; m < kM && !Tr::kGeneral; ++m) {
+        const HugeRow rows[2] = {huge_row(m, 0), huge_row(m, 1)};
 #pragma unroll
-        for (int r = 0; r < 2; ++r) {
-          huge[m][r] = w.huge_rows[step_index(step) * kStep + row_of(m, r)];
-        }
-        if constexpr (!Tr::kGeneral) {
-#pragma unroll
-          for (int i = 0; i < kScores; ++i) {
-            const HugeRow& row = huge[m][i / 2 % 2];
-            s[m][i] = __fmul_rn(s[m][i], p.scale) - row.max_logit - row.log_sum;
-          }
+        for (int i = 0; i < kScores; ++i) {
+          const HugeRow& row = rows[i / 2 % 2];
+          s[m][i] = __fmul_rn(s[m][i], p.scale) - row.max_logit - row.log_sum;
         }
       }
     }
@@ -318,9 +316,7 @@ __global__ void __launch_bounds__(Tr::kThreads, 1)
 #pragma unroll
       for (int i = 0; i < kScores; ++i) dp[m][i] = -shared.delta[stage][row_of(m, i / 2 % 2)];
     }
-    const auto probability = [&](int m, int i) {
-      const HugeRow& row = huge[m][i / 2 % 2];
-      const float x = Tr::kGeneral ? s[m][i] - row.max_logit - row.log_sum : s[m][i];
+    const auto probability = [&](int m, int i, float x) {
       return exp2_approx(fmaf(x, to_log2, -lse[m][i / 2 % 2]));
     };
     multiply_tiles<kType, Tr::kE / 16>(
@@ -330,14 +326,20 @@ __global__ void __launch_bounds__(Tr::kThreads, 1)
 #pragma unroll
           for (int j = 0; j < kEach; ++j) {
             const int i = k * kEach + j, m = i / kScores;
-            if (!Tr::kGeneral && i < kAll) s[m][i % kScores] = probability(m, i % kScores);
+            if (Tr::kGeneral || i >= kAll) continue;
+            float& x = s[m][i % kScores];
+            x = probability(m, i % kScores, x);
           }
         });
 #pragma unroll
     for (int m = 0; m < kM; ++m) {
+      HugeRow rows[2] = {};
+      if (Tr::kGeneral && step.huge) rows[0] = huge_row(m, 0), rows[1] = huge_row(m, 1);
       store_fragment<kType, kStep, kScores>(p_tile, score_row() + 16 * m, score_key(), [&](int i) {
         if constexpr (!Tr::kGeneral) return s[m][i];
-        const float x = probability(m, i), z = s[m][i] * cap_inverse;
+        const HugeRow& row = rows[i / 2 % 2];
+        const float x = probability(m, i, s[m][i] - row.max_logit - row.log_sum);
+        const float z = s[m][i] * cap_inverse;
         s[m][i] = cap_inverse > 0.f && x > 0.f ? x * (1.f - z * z) : x;
         return x;
       });
