@@ -299,6 +299,7 @@ NB_MODULE(_cuda, m) {
         "by_rows"_a);
   m.def("sparse_mla_decode_splits", &sparse_mla_decode_splits, nb::kw_only(), "items"_a, "slots"_a,
         "batch_invariant"_a);
+  m.def("force_portable_tier", [](bool forced) { jax_dsa::portable_tier_forced() = forced; });
   m.def("portable_since", &portable_since);
   m.def("targets", &targets);
   m.def("tiers", &tiers);

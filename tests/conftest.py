@@ -9,6 +9,7 @@ from __future__ import annotations
 import gc
 import os
 import pathlib
+import re
 from typing import TYPE_CHECKING, Any
 
 # Tests of sharding need eight CPU devices. Autotuning would take most of a GPU's compilation time,
@@ -86,6 +87,17 @@ def pytest_sessionfinish(session: pytest.Session, exitstatus: int) -> None:
         session.exitstatus = pytest.ExitCode.TESTS_FAILED
 
 
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_call() -> Iterator[None]:
+    """With JAX_DSA_TIER=portable, skips tests of kernels that only Hopper has (docs/which.md)."""
+    try:
+        yield
+    except NotImplementedError as error:
+        if ffi.portable_tier_forced() and re.search(r"JAX_DSA_TIER|other than Hopper", str(error)):
+            pytest.skip(str(error))
+        raise
+
+
 @pytest.fixture(autouse=True)
 def optimizations(request: pytest.FixtureRequest) -> Iterator[None]:
     """Lets XLA optimise in tests marked `full_optimization` or `gpu`, and in those alone."""
@@ -128,6 +140,7 @@ def without_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
 def machine(monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
     """A function that simulates a machine with the extension and the given GPUs."""
     ask = ffi._machine
+    monkeypatch.delenv("JAX_DSA_TIER", raising=False)
 
     def pretend(*gpus: tuple[int, int], **others: Any) -> None:
         monkeypatch.setattr(ffi, "_LOADED", (True, ""))

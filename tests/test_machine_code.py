@@ -28,6 +28,54 @@ def read(option: str) -> str:
     return subprocess.run([tool, option, built], capture_output=True, text=True, check=True).stdout
 
 
+# What portable kernels are compiled to; see CMakeLists.txt.
+PORTABLE = {f"sm_{x}" for x in (80, 86, 89, 90, 100, 120)}
+# Instructions that GPUs before sm_90 lack, as they appear in PTX.
+HOPPER_INSTRUCTIONS = (
+    "wgmma|setmaxnreg|griddepcontrol|barrier\\.cluster|mapa|cluster_ctarank|cp\\.(reduce\\.)?async\\.bulk"
+    "|mbarrier\\.try_wait|stmatrix|tensormap|elect\\.sync|red\\.\\S*\\.v[24]\\.f32|st\\.async"
+)
+
+
+def kernels_by_gpu(listed: str) -> dict[str, set[str]]:
+    """Returns the names of the kernels for each architecture in the output of cuobjdump."""
+    found: dict[str, set[str]] = {}
+    gpu = ""
+    for line in listed.splitlines():
+        if match := re.match(r"arch = (sm_\w+)", line):
+            gpu = match[1]
+        elif match := re.match(r"\s*(?:Function (\S+):|\.(?:visible \.)?entry (\w+)\()", line):
+            # The name of a kernel in an unnamed namespace contains hashes of its file.
+            name = match[1] or match[2]
+            name = re.sub(r"(_GLOBAL__N__)\w{8}(\w+?_cu_)\w{8}", r"\1\2", name)
+            if "kernel" in name:  # not a device function
+                found.setdefault(gpu, set()).add(name)
+    return found
+
+
+@pytest.mark.slow
+def test_the_extension_has_code_for_every_gpu() -> None:
+    """Every portable kernel is there for every architecture, and as PTX for sm_80."""
+    extension = pytest.importorskip("jax_dsa._cuda", reason="built without the extension")
+    if set(extension.tiers()) != {"hopper", "portable"}:
+        pytest.skip("built with one tier")
+    code = kernels_by_gpu(read("-res-usage"))
+    assert code.keys() == PORTABLE | {"sm_90a"}
+    assert all(code[gpu] == code["sm_80"] for gpu in PORTABLE)
+    assert kernels_by_gpu(read("-ptx")) == {"sm_80": code["sm_80"]}
+    assert len(code["sm_90a"]) > 20 and len(code["sm_80"]) > 20
+
+
+@pytest.mark.slow
+def test_no_portable_kernel_has_an_instruction_of_hopper() -> None:
+    """The PTX is what a GPU without machine code of its own runs."""
+    ptx = read("-ptx")
+    if not ptx.count(".version"):
+        pytest.skip("built without PTX")
+    assert set(re.findall(r"^\.target (.*)$", ptx, re.M)) == {"sm_80"}
+    assert not re.findall(HOPPER_INSTRUCTIONS, ptx)
+
+
 @pytest.mark.slow
 def test_no_copy_has_an_address_that_the_assembler_breaks() -> None:
     """ptxas 13.0 emits an illegal instruction for a cp.async whose shared-memory address is a

@@ -92,7 +92,6 @@ KERNELS = {
     "sparse_mla/bwd_pack.cuh": ["sparse_mla::pack_kernel"],
     "sparse_mla/decode.cuh": [
         "sparse_mla::decode_kernel<576, true, jax_dsa::sparse_mla::Decode>",
-        "sparse_mla::combine_kernel",
     ],
     "sparse_mla/fwd.cuh": ["sparse_mla::fwd_kernel<576>"],
     "sparse_mla/fwd_few.cuh": ["sparse_mla::fwd_few_kernel<576, 16>"],
@@ -105,11 +104,13 @@ KERNELS = {
 
 # Portable kernels, which are also compiled for the oldest GPU.
 PORTABLE = {
+    "mqa_decode/combine.cuh": KERNELS["mqa_decode/combine.cuh"],
+    "sparse_mla/combine.cuh": ["sparse_mla::combine_kernel"],
     "gated_pool/pool.cuh": KERNELS["gated_pool/pool.cuh"],
     "losses/kl_rows.cuh": KERNELS["losses/kl_rows.cuh"],
     "topk/split.cuh": [
         f"topk::{kernel}_kernel<jax_dsa::topk::{variant}>"
-        for kernel in ("topk", "split", "merge")
+        for kernel in ("topk", "split", "combine")
         for variant in ("Wide", "Throughput")
     ],
 }

@@ -45,8 +45,7 @@ cudaError_t launch_sparse_mla_decode(const SparseMlaDecodeParams& params, cudaSt
     return cudaErrorInvalidValue;
   if (p.splits == 1) return launch_kernel(p, stream);
   DSA_RETURN_IF_CUDA_ERROR(launch_kernel(sparse_mla::SplitDecode(params), stream));
-  return launch_pdl(sparse_mla::combine_kernel, combine_ctas, sparse_mla::kCombineThreads,
-                    sizeof(sparse_mla::CombineShared), stream, p);
+  return sparse_mla::launch_combine(p, combine_ctas, stream);
 }
 
 }  // namespace jax_dsa

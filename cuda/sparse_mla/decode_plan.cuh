@@ -67,4 +67,15 @@ __device__ inline float2* partial_rows(const Decode& p, int work_tile, int split
   return p.partial_rows + (int64_t{work_tile} * p.splits + split) * mla::kHeads;
 }
 
+inline constexpr int kCombineCtas = 8;  // CTAs of the combine kernel per 16 rows
+
+// Returns how many strips of 16 rows a work tile has.
+__host__ __device__ inline int row_strips(const Decode& p) {
+  return ceil_div(min(p.heads / p.groups, mla::kHeads), 16);
+}
+
+// Launches the kernel that combines the splits (combine.cuh), with so many CTAs: row_strips times
+// kCombineCtas per work tile. It may start under programmatic dependent launch.
+cudaError_t launch_combine(const Decode& p, int64_t ctas, cudaStream_t stream);
+
 }  // namespace jax_dsa::sparse_mla

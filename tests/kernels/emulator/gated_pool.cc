@@ -4,6 +4,7 @@
 #include "problems/gated_pool_problem.h"
 
 int main(int argc, char** argv) {
+  emulator::machine.gpu = emulator::kPortableGpus[0];  // has the least shared memory
   int failures = 0;
   for (const gated_pool_problem::Case& c : gated_pool_problem::kCases) {
     for (const bool scaled : {false, true}) {

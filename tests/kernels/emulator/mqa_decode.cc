@@ -1,6 +1,7 @@
 // Runs the mqa_decode kernels on the emulator and compares them with float64 results.
 #include "emulator.h"
 #include "far_rows.h"
+#include "mqa_decode/combine.cu"
 #include "mqa_decode/fwd.cu"
 #include "problems/mqa_decode_problem.h"
 

@@ -3,6 +3,7 @@
 #include "far_rows.h"
 #include "problems/record_values.h"
 #include "problems/sparse_mla_cache.h"
+#include "sparse_mla/combine.cu"
 #include "sparse_mla/decode.cu"
 
 namespace {
