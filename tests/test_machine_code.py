@@ -99,6 +99,8 @@ STACKS = {
     "Li128ELi128ELb0ELb0EEEEEvNS_24MaskedAttentionBwdParams": 144,
     "Lb1ELb1EEEEEvNS_24MaskedAttentionBwdParams": 48,  # the same with biases
     "masked_attention10fwd_kernel": 40,
+    "masked_attention19portable_bwd_kernel": 16,
+    "masked_attention19portable_fwd_kernel": 16,
     "mqa_decode10few_kernel": 8,
     "mqa_decode11wide_kernel": 56,
     "sparse_attention10fwd_kernel": 8,
