@@ -15,7 +15,7 @@ _FLAGS = [
 ]
 _HOPPER = ["--generate-code=arch=compute_90a,code=[sm_90a]"]
 
-# What CMakeLists.txt compiles with nvcc 12.8 and newer. Kernels with FP8 operands have "fp8" in their paths.
+# What CMakeLists.txt compiles with nvcc 13. Kernels with FP8 operands have "fp8" in their paths.
 _PORTABLE = [
     "--generate-code=arch=compute_80,code=[compute_80,sm_80,sm_86,sm_89]",
     "--generate-code=arch=compute_90,code=[sm_90,sm_100,sm_120]",
@@ -30,6 +30,7 @@ def _cuda_object(ctx):
     out = ctx.actions.declare_file(ctx.label.name + ".pic.o")
     args = ctx.actions.args()
     args.add_all(_FLAGS)
+    args.add_all(["--compress-mode=size"] if ctx.attr.portable else [])
     args.add_all(_HOPPER if not ctx.attr.portable else _PORTABLE_FP8 if "fp8" in ctx.file.src.path else _PORTABLE)
     args.add("-c", ctx.file.src)
     args.add("-o", out)

@@ -54,6 +54,7 @@ def pytest_configure(config: pytest.Config) -> None:
     """Passes the seed on to hypothesis, before its plugin reads the option."""
     if os.environ.get("JAX_DSA_TEST_SEED"):
         config.option.hypothesis_seed = str(SEED)
+    ffi.gpus()  # is cached, so that tests which replace the extension do not ask the replacement
 
 
 def pytest_report_header() -> str:

@@ -110,8 +110,32 @@ STACKS = {
     "sparse_mla13decode_kernel": 32,
     "sparse_mla14fwd_few_kernel": 8,  # at the end of a work tile
     "topk11topk_kernel": 16,
+    "topk12split_kernel": 32,
+    "topk14combine_kernel": 16,
     "topk15resident_kernel": 64,
 }
+
+
+# The same for the machine code for GPUs other than Hopper, where it differs.
+PORTABLE_STACKS = {
+    "block_mask12tiles_kernel": 8,
+    "dequantize_kernel": 8,
+    "quantize_tiles_cu": 16,
+    "htree12build_kernel": 8,
+    "htree13decode_kernel": 112,
+    "topk11topk_kernel": 32,
+    "topk14combine_kernel": 24,
+}
+
+
+@pytest.mark.slow
+def test_portable_kernels_need_no_more_stack() -> None:
+    found = re.findall(r"Function (\S*kernel\S*):\s+REG:\d+ STACK:(\d+)", read("-res-usage"))
+    assert len(found) > 20
+    budgets = STACKS | PORTABLE_STACKS
+    for kernel, stack in found:
+        budget = max((limit for name, limit in budgets.items() if name in kernel), default=0)
+        assert int(stack) <= budget, kernel
 
 
 @pytest.fixture
