@@ -31,7 +31,7 @@ ffi::Error masked_attention_fwd(cudaStream_t stream, AnyBuffer q, AnyBuffer k, A
   return launch_status(kOp, launch_masked_attention_fwd(params, stream));
 }
 
-DSA_FFI_HANDLER("jax_dsa.masked_attention_fwd.v2", masked_attention_fwd, kHopperOnly);
+DSA_FFI_HANDLER("jax_dsa.masked_attention_fwd.v2", masked_attention_fwd, kEveryGpu);
 
 }  // namespace
 }  // namespace jax_dsa

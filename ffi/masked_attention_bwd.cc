@@ -65,7 +65,7 @@ ffi::Error masked_attention_bwd(cudaStream_t stream, AnyBuffer q, AnyBuffer k, A
   return launch_status(kOp, launch_masked_attention_bwd(params, stream));
 }
 
-DSA_FFI_HANDLER("jax_dsa.masked_attention_bwd.v2", masked_attention_bwd, kHopperOnly);
+DSA_FFI_HANDLER("jax_dsa.masked_attention_bwd.v2", masked_attention_bwd, kEveryGpu);
 
 }  // namespace
 }  // namespace jax_dsa

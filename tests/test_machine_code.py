@@ -104,6 +104,8 @@ STACKS = {
     "masked_attention10fwd_kernel": 40,
     # The same with three MMA warpgroups, which also leave 32 registers to the producer.
     "Li3ELi0ELb1EEEEEvNS_24MaskedAttentionFwdParams": 104,
+    "masked_attention19portable_bwd_kernel": 16,
+    "masked_attention19portable_fwd_kernel": 16,
     "mqa_decode10few_kernel": 8,
     "mqa_decode11wide_kernel": 48,
     "sparse_attention10fwd_kernel": 8,

@@ -69,6 +69,14 @@ KERNELS = {
         f"jax_dsa::DType::kBF16, 128, 128, true, {bias}>>"
         for bias in ("false", "true")
     ],
+    "masked_attention/portable_bwd.cuh": [
+        "masked_attention::portable_bwd_kernel<jax_dsa::masked_attention::PortableBwdTraits<"
+        "jax_dsa::DType::kBF16, 128, 128, true, true, 128, 64, 2, 2>>"
+    ],
+    "masked_attention/portable_fwd.cuh": [
+        "masked_attention::portable_fwd_kernel<jax_dsa::masked_attention::PortableFwdTraits<"
+        "jax_dsa::DType::kF16, 128, 128, true, true, 2, 64, 2>>"
+    ],
     "mqa_decode/few.cuh": [
         "mqa_decode::few_kernel<jax_dsa::mla::FewTraits<576, 16>, true>",
         "mqa_decode::few_kernel<jax_dsa::mla::FewTraits<128, 32, 128, true>, false>",
@@ -129,6 +137,8 @@ PORTABLE = {
     "mqa_decode/combine.cuh": KERNELS["mqa_decode/combine.cuh"],
     "sparse_mla/combine.cuh": ["sparse_mla::combine_kernel"],
     "gated_pool/pool.cuh": KERNELS["gated_pool/pool.cuh"],
+    "masked_attention/portable_bwd.cuh": KERNELS["masked_attention/portable_bwd.cuh"],
+    "masked_attention/portable_fwd.cuh": KERNELS["masked_attention/portable_fwd.cuh"],
     "losses/kl_rows.cuh": KERNELS["losses/kl_rows.cuh"],
     "topk/split.cuh": [
         f"topk::{kernel}_kernel<jax_dsa::topk::{variant}>"

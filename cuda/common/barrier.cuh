@@ -101,20 +101,22 @@ __device__ __forceinline__ void fence_async_proxy() {
 // ---- counters in global memory ------------------------------------------------------------------
 
 // Adds 1 to the counter after everything that this thread has written or has seen written,
-// including bulk stores.
+// including bulk stores unless !kBulk.
+template <bool kBulk = true>
 __device__ __forceinline__ void counter_add(uint32_t* counter) {
-  asm volatile("fence.proxy.async;" ::: "memory");
+  if constexpr (kBulk) asm volatile("fence.proxy.async;" ::: "memory");
   asm volatile("red.release.gpu.global.add.u32 [%0], 1;" ::"l"(counter) : "memory");
 }
 
-// Waits until the counter is at least `count`. Later reads of this thread, including bulk loads,
-// see what was written before the additions.
+// Waits until the counter is at least `count`. Later reads of this thread, including bulk loads
+// unless !kBulk, see what was written before the additions.
+template <bool kBulk = true>
 __device__ __forceinline__ void counter_wait(const uint32_t* counter, uint32_t count) {
   uint32_t x;
   do {
     asm volatile("ld.acquire.gpu.global.u32 %0, [%1];" : "=r"(x) : "l"(counter) : "memory");
   } while (x < count);
-  asm volatile("fence.proxy.async;" ::: "memory");
+  if constexpr (kBulk) asm volatile("fence.proxy.async;" ::: "memory");
 }
 
 // ---- programmatic dependent launch; see launch_pdl in common/launch.cuh -------------------------

@@ -44,6 +44,13 @@ __device__ __forceinline__ void cp_async_16_alone(uint32_t to, const void* from,
                : "memory");
 }
 
+// Like cp_async_16_alone, without an L2 policy.
+__device__ __forceinline__ void cp_async_16(uint32_t to, const void* from, bool valid) {
+  asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(to), "l"(from),
+               "r"(valid ? 16 : 0)
+               : "memory");
+}
+
 // Copies 4 bytes in the same way.
 __device__ __forceinline__ void cp_async_4(uint32_t to, const void* from, bool valid) {
   asm volatile("cp.async.ca.shared.global [%0], [%1], 4, %2;" ::"r"(to), "l"(from),
@@ -59,6 +66,17 @@ __device__ __forceinline__ void cp_async_arrive(uint64_t* barrier) {
 
 // Waits until all cp.async of this thread have landed.
 __device__ __forceinline__ void cp_async_wait() { asm volatile("cp.async.wait_all;" ::: "memory"); }
+
+// Closes this thread's open group of cp.async. The group may be empty.
+__device__ __forceinline__ void cp_async_commit() {
+  asm volatile("cp.async.commit_group;" ::: "memory");
+}
+
+// Waits until all but this thread's last `kGroups` groups have landed.
+template <int kGroups>
+__device__ __forceinline__ void cp_async_wait_group() {
+  asm volatile("cp.async.wait_group %0;" ::"n"(kGroups) : "memory");
+}
 
 // ---- bulk copies --------------------------------------------------------------------------------
 
@@ -228,6 +246,10 @@ __device__ __forceinline__ void store_shared_16(uint32_t to, const uint32_t (&x)
   asm volatile("st.shared.v4.b32 [%0], {%1, %2, %3, %4};" ::"r"(to), "r"(x[0]), "r"(x[1]),
                "r"(x[2]), "r"(x[3])
                : "memory");
+}
+
+__device__ __forceinline__ void store_shared_4(uint32_t to, uint32_t x) {
+  asm volatile("st.shared.b32 [%0], %1;" ::"r"(to), "r"(x) : "memory");
 }
 
 // A store that may race with other such stores to the same word. The value of one of them remains,

@@ -14,6 +14,9 @@ inline constexpr int kMaxSharedBytes = 227 * 1024;  // available to one CTA
 inline constexpr int kReservedSharedBytes = 1024;   // used by the system for each CTA
 inline constexpr int kRegisters = 64 * 1024;
 
+// The smallest shared memory that is available to one CTA on any GPU since sm_80.
+inline constexpr int kMinSharedBytes = 99 * 1024;
+
 // Returns whether an SM can run `blocks` CTAs with `bytes` of shared memory each at the same time.
 constexpr bool shared_memory_fits(int blocks, int64_t bytes) {
   return blocks * (bytes + kReservedSharedBytes) <= kMaxSharedBytes + kReservedSharedBytes;

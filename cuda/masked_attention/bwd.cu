@@ -2,20 +2,13 @@
 
 #include "common/error.h"
 #include "masked_attention/bwd.cuh"
-#include "masked_attention/launch.h"
+#include "masked_attention/bwd_launch.h"
 #include "masked_attention/masked_attention.h"
 
 namespace jax_dsa {
 namespace {
 
 using namespace masked_attention;
-
-// Returns kD of the kernel template that handles these dims.
-int template_dim(const MaskedAttentionBwdParams& p) {
-  if (p.dim <= 64 && p.value_dim <= 64) return 64;
-  if (p.dim > 192 || p.value_dim > 128) return 256;
-  return p.dim <= 128 ? 128 : p.bias.x ? 256 : 192;
-}
 
 template <typename Tr>
 cudaError_t launch_main_kernel(const MaskedAttentionBwdParams& p, const BwdWorkspace& w,
@@ -24,23 +17,8 @@ cudaError_t launch_main_kernel(const MaskedAttentionBwdParams& p, const BwdWorks
   DSA_RETURN_IF_CUDA_ERROR(current_device(&device));
   BwdTileScheduler scheduler(p, Tr::kKeys, device);
   if (scheduler.work_tiles == 0) return cudaSuccess;
-  if (scheduler.work_tiles > INT32_MAX - 4096) return cudaErrorInvalidValue;
   Bounds bounds;
-  DSA_RETURN_IF_CUDA_ERROR(find_bounds<kQueryTile>(p, w.queries, w.segments, &bounds, stream));
-  const int64_t blocks = ceil_div(scheduler.work_tiles, int64_t{kKeyBoundsThreads / 32});
-  if (bounds.queries) {
-    DSA_RETURN_IF_CUDA_ERROR(launch_blocks(
-        key_bounds_kernel<Tr::kKeys>, blocks, kKeyBoundsThreads, 0, stream, p.mask, bounds,
-        scheduler.work_tiles, p.queries, static_cast<int>(p.keys), p.heads, p.groups, w.keys));
-  }
-  // Without a block mask, the first keys have the most queries as a rule, and neighbouring keys
-  // share theirs, so the natural order is good. With a block mask, sort the key tiles by weight.
-  if (p.mask.map_rows && !p.deterministic) {
-    DSA_RETURN_IF_CUDA_ERROR(launch_blocks(order_kernel, blocks, kKeyBoundsThreads, 0, stream,
-                                           w.keys, scheduler.work_tiles, scheduler.key_tiles,
-                                           w.order));
-    scheduler.order = w.order;
-  }
+  DSA_RETURN_IF_CUDA_ERROR(plan_work_tiles<Tr::kKeys>(p, w, &scheduler, &bounds, stream));
   const struct {
     const void* x;
     int64_t length;
@@ -67,15 +45,6 @@ cudaError_t launch_main_kernel(const MaskedAttentionBwdParams& p, const BwdWorks
                                           maps[2], maps[3], bias_maps[0], bias_maps[1]);
 }
 
-// Clears the bias gradients, or their float32 sums, where the main kernel accumulates or skips
-// tiles. Runs before the main kernel.
-cudaError_t clear_bias_gradients(const MaskedAttentionBwdParams& p, const BwdWorkspace& w,
-                                 cudaStream_t stream) {
-  if (w.dbias) return clear(w.dbias, num_bias_sums(p) * 4, stream);
-  if (!p.bias.x || !has_query_bounds(p.mask)) return cudaSuccess;
-  return clear(p.dbias, p.batch * p.heads * p.queries * bias_row(p.keys) * 2, stream);
-}
-
 // Rounds the float32 sums to bias gradients. Runs after the main kernel.
 template <DType kType>
 cudaError_t round_bias_gradients(const MaskedAttentionBwdParams& p, const BwdWorkspace& w,
@@ -97,14 +66,7 @@ cudaError_t launch(const MaskedAttentionBwdParams& p, cudaStream_t stream) {
   const BwdWorkspace w(p, Tr::kD);
   const int64_t steps = ceil_div(p.queries, int64_t{kStepQueries});
   const int64_t blocks = p.batch * p.heads * steps;
-  if (blocks > INT32_MAX) return cudaErrorInvalidValue;
-  if (blocks == 0) {
-    DSA_RETURN_IF_CUDA_ERROR(clear(w.tile_counter, 16, stream));
-  } else {
-    DSA_RETURN_IF_CUDA_ERROR(launch_blocks(rows_kernel<Tr::kType>, blocks, kRowsThreads,
-                                           sizeof(RowsShared), stream, p, w, steps, Tr::kD,
-                                           lse_factor<Tr>(p)));
-  }
+  DSA_RETURN_IF_CUDA_ERROR(launch_rows<Tr::kType>(p, w, Tr::kD, lse_factor<Tr>(p), stream));
   if constexpr (Tr::kBias) {
     DSA_RETURN_IF_CUDA_ERROR(clear_bias_gradients(p, w, stream));
   }
@@ -134,11 +96,12 @@ cudaError_t launch_dims(const MaskedAttentionBwdParams& p, cudaStream_t stream) 
 
 }  // namespace
 
-int64_t masked_attention_bwd_workspace_bytes(const MaskedAttentionBwdParams& p) {
+int64_t hopper::masked_attention_bwd_workspace_bytes(const MaskedAttentionBwdParams& p) {
   return BwdWorkspace(p, template_dim(p)).bytes;
 }
 
-cudaError_t launch_masked_attention_bwd(const MaskedAttentionBwdParams& p, cudaStream_t stream) {
+cudaError_t hopper::launch_masked_attention_bwd(const MaskedAttentionBwdParams& p,
+                                                cudaStream_t stream) {
   if (!dims_fit(p) || (p.deterministic && num_bias_sums(p) > 0)) return cudaErrorInvalidValue;
   return launch_kind(p, [&]<DType kType, bool kGeneral, bool kBias>() {
     return launch_dims<kType, kGeneral, kBias>(p, stream);

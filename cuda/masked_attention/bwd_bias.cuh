@@ -96,7 +96,7 @@ inline constexpr int kBiasKeysThreads = 256;
 
 // Rounds sums over queries; one thread per key.
 template <DType kType>
-__global__ void __launch_bounds__(kBiasKeysThreads)
+static __global__ void __launch_bounds__(kBiasKeysThreads)
     bias_keys_kernel(const __grid_constant__ MaskedAttentionBwdParams p, const float* sums) {
   const int64_t at = int64_t{blockIdx.x} * kBiasKeysThreads + threadIdx.x, row = at / p.keys;
   if (row >= int64_t{p.bias.batch} * p.bias.heads) return;

@@ -21,7 +21,7 @@ __device__ __forceinline__ uint32_t range_bits(int start, int end, int first) {
 
 // Computes the bounds of one work tile per warp.
 template <int kKeys>
-__global__ void __launch_bounds__(kKeyBoundsThreads, 1)
+static __global__ void __launch_bounds__(kKeyBoundsThreads, 1)
     key_bounds_kernel(const __grid_constant__ AttentionMask m,
                       const __grid_constant__ Bounds bounds, int64_t work_tiles, int64_t queries,
                       int keys, int heads, int groups, KeyBounds* result) {
@@ -122,6 +122,24 @@ static __global__ void __launch_bounds__(kKeyBoundsThreads, 1)
   }
   before = __reduce_add_sync(~0u, before);
   if (threadIdx.x % 32 == 0) order[group * key_tiles + before] = tile;
+}
+
+// Returns how many key tiles before tile `stop` are seen by any query of a query tile. A whole warp
+// calls this.
+template <int kKeys>
+__device__ __forceinline__ uint32_t visible_tiles_before(const AttentionMask& m,
+                                                         const QueryBounds* q,
+                                                         const SegmentBounds* segments,
+                                                         const int32_t* map, int keys, int stop) {
+  if (q == nullptr) return stop;
+  uint32_t count = 0;
+  for (int at = max(q->min_start, 0) / kKeys; at < stop; at += 32) {
+    const int tile = at + static_cast<int>(threadIdx.x % 32);
+    const bool nonempty = tile < stop && classify_key_tile<kKeys>(m, q, segments, map, keys,
+                                                                  tile) != TileKind::kEmpty;
+    count += __popc(__ballot_sync(~0u, nonempty));
+  }
+  return count;
 }
 
 }  // namespace jax_dsa::masked_attention

@@ -18,7 +18,7 @@ namespace jax_dsa::masked_attention {
 inline constexpr int kMaskThreads = 96;  // threads that build mask bits: three warps
 // Queries of a step: the query tile of the main loop.
 inline constexpr int kStepQueries = 64;
-inline constexpr int kMinKeys = 64;  // minimum number of keys of a work tile
+inline constexpr int kMinKeys = 32;  // minimum number of keys of a work tile
 
 // kD: maximum dim of queries and keys. kE: maximum dim of values. kGeneral: scores have a bias or a
 // softcap, or a scale that is not positive. kBias: scores have a bias, which implies kGeneral.

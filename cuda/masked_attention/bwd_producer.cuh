@@ -7,24 +7,6 @@
 
 namespace jax_dsa::masked_attention {
 
-// Returns how many key tiles before tile `stop` are seen by any query of a query tile. A whole warp
-// calls this.
-template <int kKeys>
-__device__ __forceinline__ uint32_t visible_tiles_before(const AttentionMask& m,
-                                                         const QueryBounds* q,
-                                                         const SegmentBounds* segments,
-                                                         const int32_t* map, int keys, int stop) {
-  if (q == nullptr) return stop;
-  uint32_t count = 0;
-  for (int at = max(q->min_start, 0) / kKeys; at < stop; at += 32) {
-    const int tile = at + static_cast<int>(threadIdx.x % 32);
-    const bool nonempty = tile < stop && classify_key_tile<kKeys>(m, q, segments, map, keys,
-                                                                  tile) != TileKind::kEmpty;
-    count += __popc(__ballot_sync(~0u, nonempty));
-  }
-  return count;
-}
-
 // Load warp: fetches work tiles, schedules the steps of each, and issues their TMA loads.
 template <typename Tr>
 __device__ void load_steps(const MaskedAttentionBwdParams& p, const BwdTileScheduler& scheduler,

@@ -17,7 +17,7 @@ struct RowsShared {
 // of one step per CTA. Also clears dQ and the tile counter. 16 lanes share a query, and all 64
 // queries are in flight at once, because hiding the latency takes many outstanding loads.
 template <DType kType>
-__global__ void __launch_bounds__(kRowsThreads)
+static __global__ void __launch_bounds__(kRowsThreads)
     rows_kernel(const __grid_constant__ MaskedAttentionBwdParams p,
                 const __grid_constant__ BwdWorkspace w, int64_t steps, int dq_dim,
                 float lse_factor) {

@@ -27,12 +27,13 @@ cudaError_t launch_dims(const MaskedAttentionFwdParams& p, cudaStream_t stream) 
 
 }  // namespace
 
-int64_t masked_attention_fwd_workspace_bytes(const MaskedAttentionFwdParams& p) {
+int64_t hopper::masked_attention_fwd_workspace_bytes(const MaskedAttentionFwdParams& p) {
   return kTileCounterBytes + bounded_query_tiles(p) * int64_t{sizeof(QueryBounds)} +
          bounded_key_tiles(p) * int64_t{sizeof(SegmentBounds)};
 }
 
-cudaError_t launch_masked_attention_fwd(const MaskedAttentionFwdParams& p, cudaStream_t stream) {
+cudaError_t hopper::launch_masked_attention_fwd(const MaskedAttentionFwdParams& p,
+                                                cudaStream_t stream) {
   if (p.batch == 0 || p.queries == 0 || p.heads == 0) return cudaSuccess;
   if (!dims_fit(p)) return cudaErrorInvalidValue;
   return launch_kind(p, [&]<DType kType, bool kGeneral, bool kBias>() {

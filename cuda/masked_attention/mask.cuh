@@ -196,8 +196,10 @@ __device__ __forceinline__ uint32_t low_bits(int n) {
 // Loads a row of bits.
 template <int kWords>
 __device__ __forceinline__ void load_bits(const uint8_t* from, uint32_t (&bits)[kWords]) {
-  static_assert(kWords == 2 || kWords == 4);
-  if constexpr (kWords == 4) {
+  static_assert(kWords == 1 || kWords == 2 || kWords == 4);
+  if constexpr (kWords == 1) {
+    bits[0] = __ldg(reinterpret_cast<const uint32_t*>(from));
+  } else if constexpr (kWords == 4) {
     const uint4 x = __ldg(reinterpret_cast<const uint4*>(from));
     bits[0] = x.x, bits[1] = x.y, bits[2] = x.z, bits[3] = x.w;
   } else {

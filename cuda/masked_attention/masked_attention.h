@@ -5,6 +5,7 @@
 
 #include <cstdint>
 
+#include "common/device.h"
 #include "common/types.h"
 
 namespace jax_dsa {
@@ -112,5 +113,23 @@ cudaError_t launch_masked_attention_bwd(const MaskedAttentionBwdParams& params,
 int64_t masked_attention_fwd_workspace_bytes(const MaskedAttentionFwdParams& params);
 cudaError_t launch_masked_attention_fwd(const MaskedAttentionFwdParams& params,
                                         cudaStream_t stream);
+
+// The two tiers of these functions; tiers.cc chooses.
+namespace hopper {
+int64_t masked_attention_bwd_workspace_bytes(const MaskedAttentionBwdParams& params);
+cudaError_t launch_masked_attention_bwd(const MaskedAttentionBwdParams& params,
+                                        cudaStream_t stream);
+int64_t masked_attention_fwd_workspace_bytes(const MaskedAttentionFwdParams& params);
+cudaError_t launch_masked_attention_fwd(const MaskedAttentionFwdParams& params,
+                                        cudaStream_t stream);
+}  // namespace hopper
+namespace portable {
+int64_t masked_attention_bwd_workspace_bytes(const MaskedAttentionBwdParams& params);
+cudaError_t launch_masked_attention_bwd(const MaskedAttentionBwdParams& params,
+                                        const Device& device, cudaStream_t stream);
+int64_t masked_attention_fwd_workspace_bytes(const MaskedAttentionFwdParams& params);
+cudaError_t launch_masked_attention_fwd(const MaskedAttentionFwdParams& params,
+                                        const Device& device, cudaStream_t stream);
+}  // namespace portable
 
 }  // namespace jax_dsa

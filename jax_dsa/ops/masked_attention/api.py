@@ -32,6 +32,7 @@ FWD = Pass(
         cuda.supports,
         limits=_LIMITS,
         takes=cuda.TAKES,
+        portable=cuda.supports,
     ),
 )
 BWD = Pass(
@@ -42,6 +43,7 @@ BWD = Pass(
         cuda.bwd_supports,
         limits=_LIMITS,
         takes=cuda.TAKES,
+        portable=cuda.bwd_supports,
     ),
 )
 

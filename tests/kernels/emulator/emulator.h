@@ -136,7 +136,8 @@ struct Fiber {
   std::deque<std::vector<Wgmma>> groups;      // committed, not executed
   std::deque<races::Clock> committed;         // the thread's clock when it committed each group
   int64_t issued = 0;                         // number of groups since the start
-  std::vector<std::function<void()>> copies;  // cp.async since the last arrival
+  std::vector<std::function<void()>> copies;  // cp.async since the last arrival or group
+  std::deque<std::vector<std::function<void()>>> copy_groups;  // groups of cp.async, not landed
   Stores stores;
 };
 

@@ -1,9 +1,14 @@
 // Tests the masked attention kernels against float64 on the CPU, then times them.
 //   nvcc -std=c++20 -O3 -gencode arch=compute_90a,code=sm_90a -Icuda -Itests/kernels \
 //       -o masked_attention_check tests/kernels/gpu/masked_attention_check.cu \
-//       cuda/masked_attention/fwd.cu cuda/masked_attention/bwd.cu
-//   ./masked_attention_check [test|small|bench|variants|profile] [substring of case names]
-// `small` is for compute-sanitizer; `variants` times the forward kernel with other traits.
+//       cuda/masked_attention/fwd.cu cuda/masked_attention/bwd.cu \
+//       cuda/masked_attention/portable_fwd.cu cuda/masked_attention/portable_bwd.cu \
+//       cuda/masked_attention/tiers.cc
+//   ./masked_attention_check [test|small|bench|variants|portable|profile] [part of case names] \
+//       [forward]
+// `small` is for compute-sanitizer; `variants` and `portable` time the forward kernels with other
+// traits; `forward` leaves out the backward pass. With JAX_DSA_TIER=portable the portable kernels
+// run.
 #include <algorithm>
 #include <cstdio>
 #include <cstdlib>
@@ -13,6 +18,7 @@
 #include "gpu/check.cuh"
 #include "gpu/random_bf16.cuh"
 #include "masked_attention/fwd_launch.h"
+#include "masked_attention/portable_fwd_launch.h"
 #include "problems/masked_attention_problem.h"
 
 namespace jax_dsa {
@@ -104,13 +110,14 @@ bool test_backward(const AttentionProblem& x, uint64_t seed, bool deterministic,
   return good;
 }
 
-int test(bool small, const char* filter) {
+int test(bool small, const char* filter, bool forward_only) {
   int failures = 0;
   for (const AttentionCase& c : kAttentionCases) {
     if (!strstr(c.name, filter)) continue;
     for (uint64_t seed = 1; seed <= (small ? 1 : 3); ++seed) {
       const AttentionProblem x = make_attention(c, seed);
       failures += !test_forward(x, seed == 1);
+      if (forward_only) continue;
       failures += !test_backward(x, seed, false, seed == 1);
       if (!x.shares_bias()) failures += !test_backward(x, seed, true, seed == 1);
       fflush(stdout);
@@ -325,7 +332,7 @@ double copy_rate() {
   return 2 * kBytes / ms * 1e3;
 }
 
-void bench(const char* filter) {
+void bench(const char* filter, bool forward_only) {
   const double rate = copy_rate();
   printf("copy %.2f TB/s; biases are read twice and their gradients written: at the copy's rate\n",
          rate * 1e-12);
@@ -336,11 +343,16 @@ void bench(const char* filter) {
     Arrays x(b);
     const double forward =
         milliseconds([&] { CHECK(launch_masked_attention_fwd(x.forward, nullptr)); });
+    const double unit = x.pairs * b.heads * 2e-9, work = unit * (3 * b.dim + 2 * b.value_dim);
+    printf("%-34s %10.3f %8.0f", b.name, forward, unit * (b.dim + b.value_dim) / forward);
+    if (forward_only) {
+      printf("\n");
+      x.free();
+      continue;
+    }
     const double backward =
         milliseconds([&] { CHECK(launch_masked_attention_bwd(x.backward, nullptr)); });
-    const double unit = x.pairs * b.heads * 2e-9, work = unit * (3 * b.dim + 2 * b.value_dim);
-    printf("%-34s %10.3f %8.0f   %10.3f %8.0f", b.name, forward,
-           unit * (b.dim + b.value_dim) / forward, backward, work / backward);
+    printf("   %10.3f %8.0f", backward, work / backward);
     x.backward.deterministic = true;
     if (!b.bias_heads || (b.bias_rows && b.bias_heads == b.heads)) {
       const double in_order =
@@ -357,6 +369,18 @@ void bench(const char* filter) {
   }
 }
 
+// Calls the launcher of a forward kernel with these traits.
+template <typename Tr>
+cudaError_t launch_variant(const MaskedAttentionFwdParams& p) {
+  if constexpr (requires { Tr::kRowTiles; }) {
+    Device device;
+    CHECK(current_device(&device));
+    return masked_attention::launch_portable<Tr>(p, device, nullptr);
+  } else {
+    return masked_attention::launch<Tr>(p, nullptr);
+  }
+}
+
 template <typename... Tr>
 void time_variants(const char* filter, const Bench& b, std::initializer_list<const char*> names) {
   if (!strstr(b.name, filter)) return;
@@ -364,8 +388,7 @@ void time_variants(const char* filter, const Bench& b, std::initializer_list<con
   auto name = names.begin();
   (
       [&] {
-        const double ms =
-            milliseconds([&] { CHECK(masked_attention::launch<Tr>(x.forward, nullptr)); });
+        const double ms = milliseconds([&] { CHECK(launch_variant<Tr>(x.forward)); });
         printf("%-32s %-24s %8.3f ms %6.0f TFLOPS\n", b.name, *name++, ms,
                x.pairs * b.heads * 2e-9 * (b.dim + b.value_dim) / ms);
         fflush(stdout);
@@ -409,10 +432,33 @@ void variants(const char* filter) {
   }
 }
 
-int run(const std::string& mode, const char* filter) {
-  if (mode == "test" || mode == "small") return test(mode == "small", filter);
+template <int kD, int kE, int kRowTiles, int kKeys, int kSlots>
+using PortableVariant = masked_attention::PortableFwdTraits<DType::kBF16, kD, kE, false, false,
+                                                            kRowTiles, kKeys, kSlots>;
+
+void portable_variants(const char* filter) {
+  for (int i : {0, 1}) {
+    time_variants<PortableVariant<128, 128, 2, 64, 2>, PortableVariant<128, 128, 2, 64, 3>,
+                  PortableVariant<128, 128, 2, 32, 2>, PortableVariant<128, 128, 2, 32, 3>>(
+        filter, kBenches[i], {"64 keys, 2 slots", "64, 3", "32, 2", "32, 3"});
+  }
+  time_variants<PortableVariant<192, 128, 2, 64, 2>, PortableVariant<192, 128, 2, 32, 2>,
+                PortableVariant<192, 128, 2, 32, 3>>(filter, kBenches[2],
+                                                     {"64 keys, 2 slots", "32, 2", "32, 3"});
+  time_variants<PortableVariant<64, 64, 2, 128, 2>, PortableVariant<64, 64, 2, 64, 2>,
+                PortableVariant<64, 64, 2, 64, 3>>(filter, kBenches[4],
+                                                   {"128 keys, 2 slots", "64, 2", "64, 3"});
+  time_variants<PortableVariant<256, 256, 1, 64, 2>, PortableVariant<256, 256, 1, 32, 2>,
+                PortableVariant<256, 256, 1, 32, 3>>(filter, kBenches[5],
+                                                     {"64 keys, 2 slots", "32, 2", "32, 3"});
+}
+
+int run(const std::string& mode, const char* filter, bool forward_only) {
+  if (mode == "test" || mode == "small") return test(mode == "small", filter, forward_only);
   if (mode == "variants") {
     variants(filter);
+  } else if (mode == "portable") {
+    portable_variants(filter);
   } else if (mode == "profile") {  // one launch of each direction
     for (const Bench& b : kBenches) {
       if (!strstr(b.name, filter)) continue;
@@ -423,7 +469,7 @@ int run(const std::string& mode, const char* filter) {
       x.free();
     }
   } else {
-    bench(filter);
+    bench(filter, forward_only);
   }
   return 0;
 }
@@ -432,5 +478,6 @@ int run(const std::string& mode, const char* filter) {
 }  // namespace jax_dsa
 
 int main(int argc, char** argv) {
-  return jax_dsa::run(argc > 1 ? argv[1] : "test", argc > 2 ? argv[2] : "");
+  return jax_dsa::run(argc > 1 ? argv[1] : "test", argc > 2 ? argv[2] : "",
+                      argc > 3 && strcmp(argv[3], "forward") == 0);
 }

@@ -66,13 +66,15 @@ inline void fence_async_proxy() {}
 
 // ---- counters in global memory ------------------------------------------------------------------
 
-inline void counter_add(uint32_t* counter) {
+template <bool kBulk = true>
+void counter_add(uint32_t* counter) {
   emulator::races::release(emulator::machine.counters[counter]);
   ++*counter;
   ++emulator::machine.progress;
 }
 
-inline void counter_wait(const uint32_t* counter, uint32_t count) {
+template <bool kBulk = true>
+void counter_wait(const uint32_t* counter, uint32_t count) {
   emulator::wait_until("counter", count, [=] { return *counter >= count; });
   emulator::races::acquire(emulator::machine.counters[counter]);
 }

@@ -48,6 +48,10 @@ inline void cp_async_16_alone(uint32_t to, const void* from, bool valid, uint64_
   detail::cp_async<16>(to, from, valid);
 }
 
+inline void cp_async_16(uint32_t to, const void* from, bool valid) {
+  detail::cp_async<16>(to, from, valid);
+}
+
 inline void cp_async_4(uint32_t to, const void* from, bool valid) {
   detail::cp_async<4>(to, from, valid);
 }
@@ -60,10 +64,23 @@ inline void cp_async_arrive(uint64_t* barrier) {
   emulator::self().copies.clear();
 }
 
+inline void cp_async_commit() {
+  emulator::self().copy_groups.push_back(std::move(emulator::self().copies));
+  emulator::self().copies.clear();
+}
+
+template <int kGroups>
+void cp_async_wait_group() {
+  auto& groups = emulator::self().copy_groups;
+  for (; groups.size() > kGroups; groups.pop_front()) {
+    for (const auto& copy : groups.front()) copy();
+  }
+}
+
 // Copies whose arrival has been announced may still be on their way.
 inline void cp_async_wait() {
-  for (const auto& copy : emulator::self().copies) copy();
-  emulator::self().copies.clear();
+  cp_async_commit();
+  cp_async_wait_group<0>();
 }
 
 // ---- bulk copies --------------------------------------------------------------------------------
@@ -188,6 +205,11 @@ void load_shared_16(uint32_t from, T (&x)[4]) {
 inline void store_shared_16(uint32_t to, const uint32_t (&x)[4]) {
   if (to % 16) emulator::fail("a misaligned store");
   memcpy(emulator::shared_at(to), x, 16);
+}
+
+inline void store_shared_4(uint32_t to, uint32_t x) {
+  if (to % 4) emulator::fail("a misaligned store");
+  memcpy(emulator::shared_at(to), &x, 4);
 }
 
 template <typename T>

@@ -1,0 +1,17 @@
+// Tests the portable masked attention backward kernels on the emulator against float64, with the
+// shared memory of every GPU.
+#include "masked_attention/portable_bwd.cu"
+#include "masked_attention_checks.h"
+
+int main(int argc, char** argv) {
+  using namespace jax_dsa;
+  return run_attention_cases(
+      argc, argv,
+      {"dense", "causal", "200 dims, segments, softcap", "segments and ranges", "bias",
+       "bias, 256 dims", "keys of -1e9", "saturated softcap, 192 and 128"},
+      emulator::kPortableGpus,
+      [](const AttentionCase& c, const std::vector<emulator::Options>& schedules) {
+        check_backward(c, schedules, launch_on_device<portable::launch_masked_attention_bwd>,
+                       portable::masked_attention_bwd_workspace_bytes);
+      });
+}
