@@ -127,7 +127,6 @@ KERNELS = {
 # Portable kernels, which are also compiled for the oldest GPU.
 PORTABLE = {
     "mqa_decode/combine.cuh": KERNELS["mqa_decode/combine.cuh"],
-    "sparse_mla/combine.cuh": ["sparse_mla::combine_kernel"],
     "gated_pool/pool.cuh": KERNELS["gated_pool/pool.cuh"],
     "losses/kl_rows.cuh": KERNELS["losses/kl_rows.cuh"],
     "topk/split.cuh": [
