@@ -135,7 +135,6 @@ KERNELS = {
 # Portable kernels, which are also compiled for the oldest GPU.
 PORTABLE = {
     "mqa_decode/combine.cuh": KERNELS["mqa_decode/combine.cuh"],
-    "sparse_mla/combine.cuh": ["sparse_mla::combine_kernel"],
     "gated_pool/pool.cuh": KERNELS["gated_pool/pool.cuh"],
     "masked_attention/portable_bwd.cuh": KERNELS["masked_attention/portable_bwd.cuh"],
     "masked_attention/portable_fwd.cuh": KERNELS["masked_attention/portable_fwd.cuh"],
