@@ -128,6 +128,7 @@ PORTABLE_STACKS = {
     "quantize_tiles_cu": 16,
     "htree12build_kernel": 8,
     "htree13decode_kernel": 112,
+    "masked_attention19portable_fwd_kernel": 48,
     "topk11topk_kernel": 32,
     "topk14combine_kernel": 24,
 }
