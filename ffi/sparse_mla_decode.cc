@@ -5,6 +5,7 @@
 #include <algorithm>
 
 #include "common/device.h"
+#include "common/limits.h"
 #include "ffi/common.h"
 #include "ffi/sparse_mla_operands.h"
 

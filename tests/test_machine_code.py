@@ -19,13 +19,14 @@ from machine_code import disassembler  # noqa: E402
 PROGRAMS = sorted([*ROOT.glob("tests/kernels/*/*.cu"), *ROOT.glob("benchmarks/micro/*.cu")])
 
 
-def read(option: str) -> str:
+def read(*options: str) -> str:
     """Returns what cuobjdump prints about the built extension."""
     built = pytest.importorskip("jax_dsa._cuda", reason="built without the extension").__file__
     tool = disassembler()
     if tool is None:
         pytest.skip("no cuobjdump")
-    return subprocess.run([tool, option, built], capture_output=True, text=True, check=True).stdout
+    command = [tool, *options, built]
+    return subprocess.run(command, capture_output=True, text=True, check=True).stdout
 
 
 # What portable kernels are compiled to; see CMakeLists.txt.
@@ -81,7 +82,8 @@ def test_no_copy_has_an_address_that_the_assembler_breaks() -> None:
     """ptxas 13.0 emits an illegal instruction for a cp.async whose shared-memory address is a
     register plus a uniform register; `whole_sum` in cuda/common/address.cuh prevents that.
     """
-    copies = re.findall(r"\bLDGSTS\.\S* \[([^\]]*)\]", read("-sass"))
+    code = read("-arch", "sm_90a", "-sass") + read("-arch", "sm_90", "-sass")
+    copies = re.findall(r"\bLDGSTS\.\S* \[([^\]]*)\]", code)
     assert len(copies) > 100
     assert not [x for x in copies if "UR" in x]
 
@@ -94,15 +96,18 @@ STACKS = {
     "htree13scores_kernel": 40,
     "htree14queries_kernel": 24,
     "indexer10fwd_kernel": 88,
+    "indexer16block_max_kernel": 8,  # outside of the loop over keys
     "masked_attention10bwd_kernel": 32,
     # The same with a warpgroup for dQ. The producer, which has 32 registers, uses this stack.
     "Li128ELi128ELb0ELb0EEEEEvNS_24MaskedAttentionBwdParams": 144,
     "Lb1ELb1EEEEEvNS_24MaskedAttentionBwdParams": 48,  # the same with biases
     "masked_attention10fwd_kernel": 40,
+    # The same with three MMA warpgroups, which also leave 32 registers to the producer.
+    "Li3ELi0ELb1EEEEEvNS_24MaskedAttentionFwdParams": 104,
     "masked_attention19portable_bwd_kernel": 16,
     "masked_attention19portable_fwd_kernel": 16,
     "mqa_decode10few_kernel": 8,
-    "mqa_decode11wide_kernel": 56,
+    "mqa_decode11wide_kernel": 48,
     "sparse_attention10fwd_kernel": 8,
     "sparse_attention12union_kernel": 8,
     "sparse_attention14inverse_kernel": 16,
@@ -167,10 +172,7 @@ def test_programs_compile_without_more_spills_or_a_serialised_wgmma(
 def test_programs_have_every_kernel(sanitize: ModuleType) -> None:
     words = (word for p in PROGRAMS for word in sanitize.build_command(p, p))
     built = {(ROOT / word).resolve() for word in words}  # Bazel's tests see links to the sources
-    missing = {
-        str(p.relative_to(ROOT)) for p in ROOT.glob("cuda/*/*.cu") if p.resolve() not in built
-    }
-    assert missing == {"cuda/indexer/topk.cu"}  # it only calls launchers of other files
+    assert not [p for p in ROOT.glob("cuda/*/*.cu") if p.resolve() not in built]
 
 
 def line_of(path: Path, text: str) -> int:

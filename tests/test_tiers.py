@@ -6,6 +6,7 @@ import inspect
 import itertools
 import os
 import re
+import runpy
 import subprocess
 import sys
 from pathlib import Path
@@ -54,8 +55,7 @@ def hopper_only(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 PASSES = {p.name: p for p in passes()}
-# Passes whose portable kernels cover only some of the calls, by pass.
-PARTLY = {"htree_fwd": "kernel over a cache"}
+GPUS = runpy.run_path(str(ROOT / "docs" / "gpus.py"))
 
 
 @pytest.mark.parametrize("gpu", [*OTHERS, HOPPER])
@@ -199,7 +199,7 @@ def test_python_and_the_handlers_agree_about_portable_kernels() -> None:
     assert len(since) > 20 and set(since.values()) <= {"kHopperOnly", "kEveryGpu", "kFp8Gpu"}
     checked = 0
     for p in passes():
-        if p.kernel is None or p.name in PARTLY:
+        if p.kernel is None or p.name in GPUS["PARTLY"]:
             continue
         targets = re.findall(r'"(jax_dsa\.[\w.]+)"', inspect.getsource(p.kernel.run))
         if not targets:
@@ -212,27 +212,10 @@ def test_python_and_the_handlers_agree_about_portable_kernels() -> None:
     assert checked > 10
 
 
-def table_of_gpus() -> str:
-    """Returns the table of docs/which.md."""
-    columns = {
-        "H100, H200": HOPPER,
-        "A100, A10, RTX 30": AMPERE[0],
-        "L40S, RTX 40 and 50, B200": ADA,
-    }
-    lines = [f"| pass | {' | '.join(columns)} |", "| --- |" + " --- |" * len(columns)]
-    for p in passes():
-        if p.kernel is None:
-            continue
-        cells = ["kernel"]
-        for gpu in list(columns.values())[1:]:
-            has = p.kernel.portable is not None and gpu >= p.kernel.portable_since
-            cells.append((PARTLY.get(p.name) or "kernel") if has else "XLA")
-        lines.append(f"| `{p.name}` | {' | '.join(cells)} |")
-    return "\n".join(lines)
-
-
 def test_the_table_of_gpus() -> None:
-    assert table_of_gpus() in (ROOT / "docs" / "which.md").read_text(), table_of_gpus()
+    """`python docs/gpus.py` renews it."""
+    page = (ROOT / "docs" / "which.md").read_text()
+    assert GPUS["table"]() in page and GPUS["renewed"](page) == page
 
 
 def test_the_extension_agrees() -> None:

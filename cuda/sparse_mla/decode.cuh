@@ -2,8 +2,7 @@
 // leave most of the GPU idle.
 //
 // Tiling. Each (query, KV head group, 64 heads) is divided into KV splits p. With n splits, each
-// split processes every n-th tile of the selected keys. A second kernel combines the splits
-// (combine.cuh).
+// split processes every n-th tile of the selected keys. combine.cu combines the splits.
 //
 // The MMA warpgroups are the forward kernel's (mla/consumer.cuh), with the same tiles, shared
 // memory and barriers. Two things differ. Keys may come through a page table, as FP8 records, or
