@@ -252,6 +252,10 @@ __device__ __forceinline__ void store_shared_4(uint32_t to, uint32_t x) {
   asm volatile("st.shared.b32 [%0], %1;" ::"r"(to), "r"(x) : "memory");
 }
 
+__device__ __forceinline__ void store_shared_8(uint32_t to, uint32_t x, uint32_t y) {
+  asm volatile("st.shared.v2.b32 [%0], {%1, %2};" ::"r"(to), "r"(x), "r"(y) : "memory");
+}
+
 // A store that may race with other such stores to the same word. The value of one of them remains,
 // whole.
 template <typename T>

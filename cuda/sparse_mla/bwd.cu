@@ -8,7 +8,7 @@
 #include "sparse_mla/sparse_mla.h"
 #include "sparse_mla/sum_rows.cuh"
 
-namespace jax_dsa {
+namespace jax_dsa::hopper {
 namespace {
 
 template <int kD>
@@ -130,4 +130,4 @@ cudaError_t launch_sparse_mla_bwd(const SparseMlaBwdParams& p, cudaStream_t stre
   return cudaSuccess;
 }
 
-}  // namespace jax_dsa
+}  // namespace jax_dsa::hopper

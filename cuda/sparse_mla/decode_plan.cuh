@@ -67,4 +67,33 @@ __device__ inline float2* partial_rows(const Decode& p, int work_tile, int split
   return p.partial_rows + (int64_t{work_tile} * p.splits + split) * mla::kHeads;
 }
 
+// Returns how many strips of 16 rows a work tile has.
+__host__ __device__ inline int row_strips(const SparseMlaFwdParams& p) {
+  return ceil_div(min(p.heads / p.groups, mla::kHeads), 16);
+}
+
+// CTAs of the combine kernel for 16 rows; each has 64 columns.
+inline constexpr int kCombineCtas = 8;
+
+// Launches the kernel that combines the splits of a work tile (combine.cu).
+cudaError_t launch_combine(const Decode& p, cudaStream_t stream);
+
+// Returns whether the decode kernels accept the parameters.
+inline bool is_valid(const SparseMlaDecodeParams& p) {
+  if (p.groups <= 0 || p.heads % p.groups != 0 || !(p.scale > 0.f)) return false;
+  if (p.dim != 576 && (p.dim != 512 || p.records)) return false;
+  if (p.splits < 1 || p.splits > kSparseMlaMaxSplits) return false;
+  if (p.splits > 1) {
+    if (p.partial == nullptr || p.partial_rows == nullptr) return false;
+    const int64_t work_tiles = sparse_mla_decode_work_tiles(p.batch, p.queries, p.heads, p.groups);
+    if (work_tiles * row_strips(p) * kCombineCtas > INT32_MAX) return false;
+  }
+  // Slot numbers are computed a few tiles past a row's end.
+  if (p.slots > INT32_MAX - 8 * kTile * kSparseMlaMaxSplits) return false;
+  if (p.page_table == nullptr) return true;
+  return p.page_size > 0 && p.pages >= 0 && p.page_slots >= 0 &&
+         int64_t{p.pages} * p.page_size <= INT32_MAX &&
+         p.keys == int64_t{p.page_slots} * p.page_size;
+}
+
 }  // namespace jax_dsa::sparse_mla

@@ -5,6 +5,7 @@
 
 #include <cstdint>
 
+#include "common/device.h"
 #include "mla/layout.h"
 
 namespace jax_dsa {
@@ -100,5 +101,18 @@ int64_t sparse_mla_bwd_p_ds_bytes(const SparseMlaBwdParams& params);
 int64_t sparse_mla_bwd_order_bytes(const SparseMlaBwdParams& params);
 
 cudaError_t launch_sparse_mla_bwd(const SparseMlaBwdParams& params, cudaStream_t stream);
+
+namespace hopper {
+cudaError_t launch_sparse_mla_fwd(const SparseMlaFwdParams& params, cudaStream_t stream);
+int64_t sparse_mla_bwd_counter_bytes(const SparseMlaBwdParams& params);
+int64_t sparse_mla_bwd_query_rows(const SparseMlaBwdParams& params);
+int64_t sparse_mla_bwd_p_ds_bytes(const SparseMlaBwdParams& params);
+int64_t sparse_mla_bwd_order_bytes(const SparseMlaBwdParams& params);
+cudaError_t launch_sparse_mla_bwd(const SparseMlaBwdParams& params, cudaStream_t stream);
+}  // namespace hopper
+namespace portable {
+cudaError_t launch_sparse_mla_fwd(const SparseMlaFwdParams& params, const Device& device,
+                                  cudaStream_t stream);
+}  // namespace portable
 
 }  // namespace jax_dsa

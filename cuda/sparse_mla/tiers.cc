@@ -1,0 +1,44 @@
+// The choice between the kernels of sparse MLA.
+#include "sparse_mla/sparse_mla.h"
+#include "sparse_mla/sparse_mla_decode.h"
+
+namespace jax_dsa {
+
+int64_t sparse_mla_bwd_counter_bytes(const SparseMlaBwdParams& p) {
+  if constexpr (!kHasHopperTier) return 0;
+  return hopper::sparse_mla_bwd_counter_bytes(p);
+}
+
+int64_t sparse_mla_bwd_query_rows(const SparseMlaBwdParams& p) {
+  if constexpr (!kHasHopperTier) return 0;
+  return hopper::sparse_mla_bwd_query_rows(p);
+}
+
+int64_t sparse_mla_bwd_p_ds_bytes(const SparseMlaBwdParams& p) {
+  if constexpr (!kHasHopperTier) return 0;
+  return hopper::sparse_mla_bwd_p_ds_bytes(p);
+}
+
+int64_t sparse_mla_bwd_order_bytes(const SparseMlaBwdParams& p) {
+  if constexpr (!kHasHopperTier) return 0;
+  return hopper::sparse_mla_bwd_order_bytes(p);
+}
+
+cudaError_t launch_sparse_mla_fwd(const SparseMlaFwdParams& p, cudaStream_t stream) {
+  return launch_tier(
+      [&](const Device&) { return hopper::launch_sparse_mla_fwd(p, stream); },
+      [&](const Device& device) { return portable::launch_sparse_mla_fwd(p, device, stream); });
+}
+
+cudaError_t launch_sparse_mla_decode(const SparseMlaDecodeParams& p, cudaStream_t stream) {
+  return launch_tier(
+      [&](const Device&) { return hopper::launch_sparse_mla_decode(p, stream); },
+      [&](const Device& device) { return portable::launch_sparse_mla_decode(p, device, stream); });
+}
+
+cudaError_t launch_sparse_mla_bwd(const SparseMlaBwdParams& p, cudaStream_t stream) {
+  return launch_tier([&](const Device&) { return hopper::launch_sparse_mla_bwd(p, stream); },
+                     [](const Device&) { return cudaErrorNotSupported; });
+}
+
+}  // namespace jax_dsa
