@@ -5,23 +5,23 @@
 namespace jax_dsa {
 
 int64_t sparse_mla_bwd_counter_bytes(const SparseMlaBwdParams& p) {
-  if constexpr (!kHasHopperTier) return 0;
-  return hopper::sparse_mla_bwd_counter_bytes(p);
+  if constexpr (kHasHopperTier) return hopper::sparse_mla_bwd_counter_bytes(p);
+  return 0;
 }
 
 int64_t sparse_mla_bwd_query_rows(const SparseMlaBwdParams& p) {
-  if constexpr (!kHasHopperTier) return 0;
-  return hopper::sparse_mla_bwd_query_rows(p);
+  if constexpr (kHasHopperTier) return hopper::sparse_mla_bwd_query_rows(p);
+  return 0;
 }
 
 int64_t sparse_mla_bwd_p_ds_bytes(const SparseMlaBwdParams& p) {
-  if constexpr (!kHasHopperTier) return 0;
-  return hopper::sparse_mla_bwd_p_ds_bytes(p);
+  if constexpr (kHasHopperTier) return hopper::sparse_mla_bwd_p_ds_bytes(p);
+  return 0;
 }
 
 int64_t sparse_mla_bwd_order_bytes(const SparseMlaBwdParams& p) {
-  if constexpr (!kHasHopperTier) return 0;
-  return hopper::sparse_mla_bwd_order_bytes(p);
+  if constexpr (kHasHopperTier) return hopper::sparse_mla_bwd_order_bytes(p);
+  return 0;
 }
 
 cudaError_t launch_sparse_mla_fwd(const SparseMlaFwdParams& p, cudaStream_t stream) {
