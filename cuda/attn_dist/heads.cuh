@@ -74,9 +74,9 @@ __device__ __forceinline__ void exchange_half(float (&sum)[kSums]) {
   }
 }
 
-// Sums exp2(s * scale_log2 + offset) over the warp's 16 rows. Returns in the first elements of `sum`
-// the sums of this lane's columns: 2 * lane + {0, 1} of 64, or the column `half_column` of 32. A row
-// whose offset is -inf adds nothing, whatever its scores are.
+// Sums exp2(s * scale_log2 + offset) over the warp's 16 rows. Returns in the first elements of
+// `sum` the sums of this lane's columns: 2 * lane + {0, 1} of 64, or the column `half_column`
+// of 32. A row whose offset is -inf adds nothing, whatever its scores are.
 template <int kScores>
 __device__ __forceinline__ void sum_rows(float (&s)[kScores], float scale_log2,
                                          const float (&offset)[2], float (&sum)[kScores / 2]) {

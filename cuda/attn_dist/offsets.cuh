@@ -1,5 +1,5 @@
-// What the attn_dist kernels subtract from the scores of a head, so that their exponentials are gated
-// probabilities.
+// What the attn_dist kernels subtract from the scores of a head, so that their exponentials are
+// gated probabilities.
 #pragma once
 
 #include "attn_dist/fwd_plan.cuh"

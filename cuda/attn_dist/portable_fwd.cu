@@ -46,8 +46,7 @@ cudaError_t launch_attn_dist_fwd(const AttnDistFwdParams& p, const Device& devic
                                  cudaStream_t stream) {
   if (p.batch == 0 || p.queries == 0 || p.heads == 0 || p.slots == 0) return cudaSuccess;
   if (!is_valid(p)) return cudaErrorInvalidValue;
-  return p.dim == 576 ? launch_tiles<576>(p, device, stream)
-                      : launch_tiles<512>(p, device, stream);
+  return p.dim == 576 ? launch_tiles<576>(p, device, stream) : launch_tiles<512>(p, device, stream);
 }
 
 }  // namespace jax_dsa::portable

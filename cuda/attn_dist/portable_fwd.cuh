@@ -4,8 +4,8 @@
 // Tiling. A work tile is that of fwd.cuh. A CTA takes some of its key tiles, 32 selected keys each,
 // and processes one or two head tiles at a time. Each warp holds the Q of 16 heads in registers and
 // multiplies it with every key tile. A head tile goes through the slots of the key tiles, which are
-// free at that time. Thus shared memory only holds keys, and the kernel is the same on every GPU but
-// for the number of slots.
+// free at that time. Thus shared memory only holds keys, and the kernel is the same on every GPU
+// but for the number of slots.
 //
 // Sums. Each warp sums its 16 rows by exchanges between lanes (heads.cuh). The sums of a tile are
 // added across warps and stored beside the next tile's product, so one barrier per tile suffices.

@@ -1,10 +1,11 @@
-// Building blocks of the kernels of MLA that use only instructions of sm_80: gathered key tiles, and
-// the scores of a group of heads.
+// Building blocks of the kernels of MLA that use only instructions of sm_80: gathered key tiles,
+// and the scores of a group of heads.
 //
-// A CTA holds the Q of kGroups groups of kRows heads in shared memory. A group has four warps, which
-// compute the scores of its heads with a tile of kKeys gathered keys. Each warp multiplies all heads
-// with kScoreKeys of the keys, over one of kParts slices of the columns. The products meet in shared
-// memory in float32: a larger product per warp reads less shared memory than the exchange costs.
+// A CTA holds the Q of kGroups groups of kRows heads in shared memory. A group has four warps,
+// which compute the scores of its heads with a tile of kKeys gathered keys. Each warp multiplies
+// all heads with kScoreKeys of the keys, over one of kParts slices of the columns. The products
+// meet in shared memory in float32: a larger product per warp reads less shared memory than the
+// exchange costs.
 #pragma once
 
 #include <cstdint>
@@ -67,8 +68,9 @@ __device__ __forceinline__ void gather_row(uint32_t tile, int row, const char* f
 
 // ---- scores -------------------------------------------------------------------------------------
 
-// Returns the index of 4 scores of a row in the kParts [kRows, kKeys] scores of a group. Neighboring
-// rows fall on different banks, both for accumulator fragments and for lanes that read 16 bytes.
+// Returns the index of 4 scores of a row in the kParts [kRows, kKeys] scores of a group.
+// Neighboring rows fall on different banks, both for accumulator fragments and for lanes that read
+// 16 bytes.
 template <typename Tr>
 __device__ __forceinline__ int score_index(int row, int chunk) {
   const int swizzle = Tr::kKeys >= 32 ? row % 4 * 2 + row / 4 % 2 : row / 2 % 2 * 2 + row / 4 % 2;
@@ -177,10 +179,12 @@ struct PortableRow {
   }
 };
 
-// Stores this lane's probabilities in the tile of a group, at address `tile`, as bf16.
-template <typename Tr>
-__device__ __forceinline__ void store_probabilities(uint32_t tile, const float (&s)[Tr::kLaneKeys]) {
-  const int row = lane_row<Tr>(), key = lane_key<Tr>();
+// Stores this lane's probabilities in the tile of a group, at address `tile`, as bf16. The first
+// key has column kColumn, a multiple of 8.
+template <typename Tr, int kColumn = 0>
+__device__ __forceinline__ void store_probabilities(uint32_t tile,
+                                                    const float (&s)[Tr::kLaneKeys]) {
+  const int row = lane_row<Tr>(), key = lane_key<Tr>() + kColumn;
 #pragma unroll
   for (int i = 0; i < Tr::kLaneKeys; i += 4) {
     const uint32_t to = tile + row * 128 + (((key + i) / 8) ^ row % 8) * 16 + (key + i) % 8 * 2;

@@ -28,7 +28,7 @@ cudaError_t launch_heads(const Decode& p, const Device& device, cudaStream_t str
   const int heads = p.heads / p.groups;
   if (heads <= 16) {
     return launch_first<kRecords, mla::PortableTraits<kD, 16, 1, 32, 16, 2, 2>, Least>(p, device,
-                                                                                      stream);
+                                                                                       stream);
   }
   if (heads <= 32) return launch_first<kRecords, Least>(p, device, stream);
   return launch_first<kRecords, mla::PortableTraits<kD, 32, 2, 32, 16, 3, 1>,

@@ -8,10 +8,10 @@
 //
 // Steps. For each key tile, a group multiplies the scores, computes their softmax, and multiplies
 // the probabilities by the values, which are the first 512 columns of the same tile. The second
-// group is half a tile behind the first: while one group is in its scores and its softmax, the other
-// one multiplies values. A step is half a tile. Each two steps, all warps meet at a barrier, after
-// which the slot of a tile that both groups have finished is filled again. If there is only one
-// group, another CTA on the SM fills its gaps.
+// group is half a tile behind the first: while one group is in its scores and its softmax, the
+// other one multiplies values. A step is half a tile. Each two steps, all warps meet at a barrier,
+// after which the slot of a tile that both groups have finished is filled again. If there is only
+// one group, another CTA on the SM fills its gaps.
 //
 // FP8 records. Each thread copies its parts of a tile's records to a buffer of its own. When they
 // have landed, it unpacks them to bf16 in a slot, and issues the copies of the next tile.
@@ -153,8 +153,8 @@ class KeyLoader {
         }
         uint32_t values[4];
         load_shared_16(smem_address(shared.records.values[i][threadIdx.x]), values);
-        store_shared_16(
-            smem_address(shared.keys[slot][8]) + row * 128 + (chunk ^ row % 8) * 16, values);
+        store_shared_16(smem_address(shared.keys[slot][8]) + row * 128 + (chunk ^ row % 8) * 16,
+                        values);
       });
     }
   }
@@ -194,9 +194,11 @@ class KeyLoader {
 
 // Writes the results of a group's heads, whose outputs are `o` and whose rows are owned by lanes.
 template <typename Tr, bool kRecords>
-__device__ __forceinline__ void write_portable_results(
-    const Decode& p, const PortableWork<Tr::kHeads>& work, int group, const mla::PortableRow& row,
-    float (&o)[Tr::kRows / 16][64], PortableShared<Tr, kRecords>& shared) {
+__device__ __forceinline__ void write_portable_results(const Decode& p,
+                                                       const PortableWork<Tr::kHeads>& work,
+                                                       int group, const mla::PortableRow& row,
+                                                       float (&o)[Tr::kRows / 16][64],
+                                                       PortableShared<Tr, kRecords>& shared) {
   const int lane = thread_index() % 32, warp = uniform(thread_index() / 32 % 4);
   const int own = mla::lane_row<Tr>(), heads = work.heads - group * Tr::kRows;
   const int64_t first = work.row(p) + group * Tr::kRows;
@@ -204,8 +206,8 @@ __device__ __forceinline__ void write_portable_results(
   if (lane < Tr::kWarpRows) {
     float denominator = total;
     if (p.splits > 1) {
-      partial_rows(p, work.partial_tile(p), work.split)[work.first % mla::kHeads +
-                                                        group * Tr::kRows + own] =
+      partial_rows(p, work.partial_tile(p),
+                   work.split)[work.first % mla::kHeads + group * Tr::kRows + own] =
           make_float2(row.running_max, total);
     } else if (own < heads) {
       if (p.sinks && total != 0.f) {
@@ -228,9 +230,8 @@ __device__ __forceinline__ void write_portable_results(
       const bool any = __any_sync(~0u, (factor[0] != 0.f) | (factor[1] != 0.f));
       if (!any || m * 16 >= heads) continue;
       const int strip = (work.first % mla::kHeads + group * Tr::kRows) / 16 + m;
-      float4* const to =
-          partial_columns(p, work.partial_tile(p), work.split, warp / 2, strip) +
-          warp % 2 * (kColumnGroups / 2 * 32) + lane;
+      float4* const to = partial_columns(p, work.partial_tile(p), work.split, warp / 2, strip) +
+                         warp % 2 * (kColumnGroups / 2 * 32) + lane;
 #pragma unroll
       for (int i = 0; i < 16; ++i) {
         to[i * 32] = make_float4(o[m][4 * i] * factor[0], o[m][4 * i + 1] * factor[0],

@@ -4,13 +4,9 @@
 
 namespace jax_dsa {
 
+// The portable backward kernel needs no workspace but the stored rows.
 int64_t sparse_mla_bwd_counter_bytes(const SparseMlaBwdParams& p) {
   if constexpr (kHasHopperTier) return hopper::sparse_mla_bwd_counter_bytes(p);
-  return 0;
-}
-
-int64_t sparse_mla_bwd_query_rows(const SparseMlaBwdParams& p) {
-  if constexpr (kHasHopperTier) return hopper::sparse_mla_bwd_query_rows(p);
   return 0;
 }
 
@@ -37,8 +33,9 @@ cudaError_t launch_sparse_mla_decode(const SparseMlaDecodeParams& p, cudaStream_
 }
 
 cudaError_t launch_sparse_mla_bwd(const SparseMlaBwdParams& p, cudaStream_t stream) {
-  return launch_tier([&](const Device&) { return hopper::launch_sparse_mla_bwd(p, stream); },
-                     [](const Device&) { return cudaErrorNotSupported; });
+  return launch_tier(
+      [&](const Device&) { return hopper::launch_sparse_mla_bwd(p, stream); },
+      [&](const Device& device) { return portable::launch_sparse_mla_bwd(p, device, stream); });
 }
 
 }  // namespace jax_dsa

@@ -46,6 +46,7 @@ BWD = Pass(
         cuda.sparse_mla_bwd,
         cuda.supports,
         limits=_LIMITS,
+        portable=cuda.supports,
         takes=cuda.TAKES,
         prefer_query_sharding=cuda.sums_by_rows,
     ),

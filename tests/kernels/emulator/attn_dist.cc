@@ -8,7 +8,8 @@ int main(int argc, char** argv) {
       emulator::cases(argc, argv, kCases,
                       {"one tile, one query", "adversarial, two sums", "96 heads joined",
                        "groups, small sums", "one head per sum", "huge scores"});
-  for (const Case& c : cases) check(c, hopper::launch_attn_dist_fwd, emulator::schedules(argc, argv, &c - kCases));
+  for (const Case& c : cases)
+    check(c, hopper::launch_attn_dist_fwd, emulator::schedules(argc, argv, &c - kCases));
   for (const char* name : {"adversarial, two sums", "groups, small sums"}) {
     check_far(emulator::named(kCases, name), hopper::launch_attn_dist_fwd);
   }

@@ -12,7 +12,6 @@
 
 namespace jax_dsa {
 
-
 using bf16 = __nv_bfloat16;
 using Launch = cudaError_t (*)(const AttnDistFwdParams&, cudaStream_t);
 
@@ -196,7 +195,8 @@ inline void check(const Case& c, Launch launch, const std::vector<emulator::Opti
   std::vector<float> first;
   for (size_t i = 0; i < schedules.size(); ++i) {
     const emulator::Options& options = schedules[i];
-    const std::vector<float> got = run(x, launch, 2 + i % 2, options);  // other KV splits, same result
+    const std::vector<float> got =
+        run(x, launch, 2 + i % 2, options);  // other KV splits, same result
     if (i == 0) first = got;
     double worst = 0, top = 0;
     for (size_t i = 0; i < want.size(); ++i) {
@@ -221,7 +221,8 @@ inline void check(const Case& c, Launch launch, const std::vector<emulator::Opti
 inline void check_far(const Case& c, Launch launch) {
   const Problem x = make(c, 0);
   const std::vector<float> want = run(x, launch, 2, {});
-  const std::vector<float> got = run(x, launch, 2, {}, emulator::far_rows(int64_t{c.groups} * c.dim * 2));
+  const std::vector<float> got =
+      run(x, launch, 2, {}, emulator::far_rows(int64_t{c.groups} * c.dim * 2));
   const bool good = memcmp(got.data(), want.data(), want.size() * sizeof(float)) == 0;
   printf("%-4s %-24s far keys\n", good ? "ok" : "BAD", c.name);
   failures += !good;

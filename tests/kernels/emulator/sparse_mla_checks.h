@@ -16,7 +16,7 @@ using ForwardLaunch = cudaError_t (*)(const SparseMlaFwdParams&, cudaStream_t);
 inline int failures = 0;
 
 inline void report(const char* what, const Case& c, const emulator::Options& options, bool good,
-            std::initializer_list<Error> errors) {
+                   std::initializer_list<Error> errors) {
   printf("%-4s %-4s %-20s %s %s seed %llu ", good ? "ok" : "BAD", what, c.name,
          options.late_wgmma ? "late wgmma, " : "early wgmma,",
          options.late_copies ? "late copies, " : "early copies,", (unsigned long long)options.seed);
@@ -56,6 +56,67 @@ inline void forward(const Case& c, const emulator::Options& options, ForwardLaun
   }
   report(far ? "far" : "fwd", c, options, lse_error.good(1e-4) && out_error.good(6e-3),
          {lse_error, out_error});
+}
+
+// What a backward launcher needs. common_tiles returns how many key tiles the two rows of steps
+// have in common.
+struct Backward {
+  cudaError_t (*launch)(const SparseMlaBwdParams&, cudaStream_t);
+  int64_t (*counter_bytes)(const SparseMlaBwdParams&);
+  int64_t (*p_ds_bytes)(const SparseMlaBwdParams&);
+  int64_t (*order_bytes)(const SparseMlaBwdParams&);
+  int (*common_tiles)(const SparseMlaBwdParams&);
+};
+
+inline void backward(const Case& c, const emulator::Options& options, const Backward& tested) {
+  const Problem x = make(c, options.seed);
+  const int64_t tokens = int64_t{c.batch} * c.queries;
+  const Gradients want = differentiate(x, options.seed);
+  std::vector<bf16> dq(tokens * c.heads * c.dim), rows;
+  std::vector<float> dkv(want.dkv.size());
+  SparseMlaBwdParams p = {};
+  p.q = x.q.data(), p.kv = x.kv.data(), p.indices = x.indices.data();
+  p.ends = c.ends ? x.ends.data() : nullptr;
+  p.topk_length = c.lengths ? x.lengths.data() : nullptr;
+  p.dout = want.dout.data(), p.max_logit = want.max_logit.data(), p.log_sum = want.log_sum.data(),
+  p.out = want.out.data();
+  p.dlse = want.dlse.data();
+  p.dq = dq.data(), p.dkv = dkv.data();
+  p.batch = c.batch, p.queries = c.queries, p.keys = c.keys, p.heads = c.heads;
+  p.queries_at_once = tokens;
+  p.groups = c.groups, p.slots = c.slots, p.dim = c.dim, p.scale = x.scale;
+  const auto check = [&](const char* what, auto place) {
+    std::fill(dq.begin(), dq.end(), __float2bfloat16(NAN));
+    std::fill(dkv.begin(), dkv.end(), NAN);
+    std::vector<uint32_t> counters(tested.counter_bytes(p) / 4, ~0u);
+    std::vector<uint4> p_ds(tested.p_ds_bytes(p) / 16, {~0u, ~0u, ~0u, ~0u});
+    std::vector<int32_t> order(tested.order_bytes(p) / 4, -1);
+    p.counters = counters.data(), p.p_ds = p_ds.data(), p.order = order.data();
+    emulator::machine.options = options;
+    emulator::require(tested.launch(p, nullptr));
+    Error dq_error, dkv_error;
+    for (size_t i = 0; i < dq.size(); ++i) {
+      // With huge scores, the sum in this column is one of huge numbers.
+      if (c.huge != 0 && i % c.dim == size_t(c.dim) - 1) continue;
+      dq_error.add(__bfloat162float(dq[i]), want.dq[i]);
+    }
+    for (size_t i = 0; i < dkv.size(); ++i) {
+      const int column = i % c.dim;
+      dkv_error.add(dkv[i - column + place(column)], want.dkv[i]);
+    }
+    const bool enough = p.by_rows || tested.common_tiles(p) >= c.shared_tiles;
+    report(what, c, options, dq_error.good(2e-2) && dkv_error.good(2e-2) && enough,
+           {dq_error, dkv_error});
+  };
+  check("bwd", sparse_mla_dkv_place);
+
+  // The same by rows, two queries at a time; the rows are summed afterwards.
+  p.by_rows = true;
+  p.queries_at_once = std::min<int64_t>(tokens, 2);
+  const RowOrder of_rows = order_rows(x, p.queries_at_once);
+  rows.assign(p.queries_at_once * sparse_mla_bwd_query_rows(p) * c.dim, __float2bfloat16(NAN));
+  p.rows = rows.data(), p.row_order = of_rows.order.data(), p.row_key = of_rows.key.data();
+  check("rows", [](int column) { return column; });
 }
 
 inline const Case kCases[] = {

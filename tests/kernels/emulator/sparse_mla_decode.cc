@@ -31,14 +31,16 @@ int main(int argc, char** argv) {
       {"whole", "adversarial", "D 512, groups, sharp", "pages", "records", "records in pages"},
       [](const DecodeCase& c) { return c.c.name; });
   for (const DecodeCase& c : cases) {
-    for (const auto& options : emulator::schedules(argc, argv, &c - kCases)) run(c, options, hopper::launch_sparse_mla_decode);
+    for (const auto& options : emulator::schedules(argc, argv, &c - kCases))
+      run(c, options, hopper::launch_sparse_mla_decode);
   }
   for (const char* name : {"adversarial", "D 512, groups, sharp", "pages", "pools of records",
                            "records", "records in pages"}) {
     const DecodeCase& c =
         emulator::named(kCases, name, [](const DecodeCase& c) { return c.c.name; });
     const int64_t row_bytes = c.layout.records ? kMlaRecordBytes : c.c.dim * 2;
-    run(c, {}, hopper::launch_sparse_mla_decode, emulator::far_rows(c.c.groups * row_bytes, std::max(c.layout.page_size, 1)));
+    run(c, {}, hopper::launch_sparse_mla_decode,
+        emulator::far_rows(c.c.groups * row_bytes, std::max(c.layout.page_size, 1)));
   }
   printf(failures ? "FAILED %d\n" : "all good\n", failures);
   return failures != 0;

@@ -21,8 +21,7 @@ int main(int argc, char** argv) {
   for (const char* name : {"adversarial", "pages", "pools of records", "records"}) {
     const DecodeCase& c = emulator::named(kCases, name, name_of);
     const int64_t row_bytes = c.layout.records ? kMlaRecordBytes : c.c.dim * 2;
-    run(c, {}, launch,
-        emulator::far_rows(c.c.groups * row_bytes, std::max(c.layout.page_size, 1)));
+    run(c, {}, launch, emulator::far_rows(c.c.groups * row_bytes, std::max(c.layout.page_size, 1)));
   }
   printf(failures ? "FAILED %d\n" : "all good\n", failures);
   return failures != 0;

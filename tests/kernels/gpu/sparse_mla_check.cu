@@ -1,7 +1,7 @@
 // Tests the sparse MLA forward kernel against float64 results of the CPU, then times it.
 //   nvcc -std=c++20 -O3 -gencode arch=compute_90a,code=sm_90a -Icuda -Itests/kernels \
-//       -o sparse_mla_check tests/kernels/gpu/sparse_mla_check.cu cuda/sparse_mla/{fwd,bwd}.cu \
-//       cuda/sparse_mla/{decode,combine,portable_fwd}.cu cuda/sparse_mla/tiers.cc
+//       -o sparse_mla_check tests/kernels/gpu/sparse_mla_check.cu cuda/sparse_mla/*.cu \
+//       cuda/sparse_mla/tiers.cc
 //   ./sparse_mla_check [test|small|bench|portable|profile] [seed]
 // With JAX_DSA_TIER=portable the portable kernels run. `portable` times them with other traits.
 // A wrong lse means wrong scores (Q K^T). A correct lse with a wrong output means a wrong product
