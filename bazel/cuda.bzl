@@ -1,4 +1,4 @@
-"""CUDA objects and libraries for Hopper."""
+"""CUDA objects and libraries for Hopper and for every GPU."""
 
 load("@rules_cc//cc:defs.bzl", "cc_library")
 load("@rules_cc//cc/common:cc_info.bzl", "CcInfo")
@@ -8,17 +8,30 @@ _FLAGS = [
     "-O3",
     "-DNDEBUG",
     "-std=c++20",
-    "--generate-code=arch=compute_90a,code=[sm_90a]",
     "-Xcompiler=-fPIC",
     "-Xcompiler=-fvisibility=hidden",
     "-I",
     "cuda",
+]
+_HOPPER = ["--generate-code=arch=compute_90a,code=[sm_90a]"]
+
+# What CMakeLists.txt compiles with nvcc 13. Kernels with FP8 operands have "fp8" in their paths.
+_PORTABLE = [
+    "--generate-code=arch=compute_80,code=[compute_80,sm_80,sm_86,sm_89]",
+    "--generate-code=arch=compute_90,code=[sm_90,sm_100,sm_120]",
+]
+_PORTABLE_FP8 = [
+    "--generate-code=arch=compute_80,code=[compute_80,sm_80,sm_86]",
+    "--generate-code=arch=compute_89,code=[sm_89]",
+    "--generate-code=arch=compute_90,code=[sm_90,sm_100,sm_120]",
 ]
 
 def _cuda_object(ctx):
     out = ctx.actions.declare_file(ctx.label.name + ".pic.o")
     args = ctx.actions.args()
     args.add_all(_FLAGS)
+    args.add_all(["--compress-mode=size"] if ctx.attr.portable else [])
+    args.add_all(_HOPPER if not ctx.attr.portable else _PORTABLE_FP8 if "fp8" in ctx.file.src.path else _PORTABLE)
     args.add("-c", ctx.file.src)
     args.add("-o", out)
     ctx.actions.run(
@@ -34,21 +47,24 @@ def _cuda_object(ctx):
 
 cuda_object = rule(
     implementation = _cuda_object,
-    doc = "Compiles one translation unit for sm_90a in one action, so that units compile in parallel.",
+    doc = "Compiles one translation unit for sm_90a, or for every GPU, in one action, so that units compile in parallel.",
     attrs = {
         "deps": attr.label_list(doc = "Header libraries.", providers = [CcInfo]),
+        "portable": attr.bool(doc = "Whether the unit is compiled for every GPU."),
         "src": attr.label(allow_single_file = [".cu"], mandatory = True),
         "_nvcc": attr.label(allow_single_file = True, cfg = "exec", default = "@cuda//:nvcc", executable = True),
     },
 )
 
-def cuda_library(name, srcs, hdrs, deps = []):
+def cuda_library(name, srcs, hdrs, host_srcs = [], portable_srcs = [], deps = []):
     """Defines a cc_library of CUDA sources and their headers.
 
     Args:
         name: The library's name. Its headers alone form the library `name + "_headers"`.
-        srcs: The .cu files. Each becomes one object file.
+        srcs: The .cu files for Hopper. Each becomes one object file.
         hdrs: The .h and .cuh files.
+        host_srcs: The .cc files.
+        portable_srcs: The .cu files for every GPU.
         deps: The CUDA libraries whose headers are used.
     """
     headers = [x + "_headers" for x in deps]
@@ -59,16 +75,18 @@ def cuda_library(name, srcs, hdrs, deps = []):
         deps = headers + ["@cuda//:headers"],
     )
     objects = []
-    for src in srcs:
+    for src in srcs + portable_srcs:
         cuda_object(
             name = src.replace("/", "_").replace(".cu", ""),
             src = src,
+            portable = src in portable_srcs,
             deps = [":%s_headers" % name],
         )
         objects.append(":" + src.replace("/", "_").replace(".cu", ""))
     cc_library(
         name = name,
-        srcs = objects,
+        srcs = objects + host_srcs,
+        copts = ["-O3", "-DNDEBUG", "-fvisibility=hidden", "-std=c++20"],
         linkstatic = True,  # the objects' symbols have hidden visibility
         deps = [":%s_headers" % name, "@cuda//:cudart_static"] + deps,
     )

@@ -253,13 +253,11 @@ def far(rows: list[dict[str, str]]) -> plt.Figure:
     colors = {"dense": "gray", "control": "#ee7733", "sparse": "#4477aa", "last keys": "#cc3311"}
     for model, color in colors.items():
         own = [row for row in rows if (row["measure"], row["model"]) == ("position", model)]
-        losses = [float(row["nats_per_token"]) for row in own]
+        losses = [float(row["value"]) for row in own]
         late.plot(range(1, len(own) + 1), losses, "o-", color=color, markersize=3, label=model)
     late.set(title="validation loss, nats per byte", xlabel="sixteenth of a sequence of 8192")
     late.legend(fontsize=8)
-    copies = {
-        row["model"]: float(row["nats_per_token"]) for row in rows if row["measure"] == "copy"
-    }
+    copies = {row["model"]: float(row["value"]) for row in rows if row["measure"] == "copy"}
     copy.barh(list(copies), list(copies.values()), color=[colors.get(x, "#bbbbbb") for x in copies])
     copy.set(title="distant copies", xlabel="nats per byte")
     copy.invert_yaxis()

@@ -150,30 +150,58 @@ def decode(rows: Results) -> plt.Figure:
     return figure
 
 
-def htree(rows: Results) -> plt.Figure:
-    """Draws the time of tree attention and of dense attention against the number of tokens."""
+def by_tokens(
+    rows: Results,
+    cases: str,
+    series: dict[str, tuple[str, str]],
+    ticks: dict[int, str],
+    sizes_shown: str,
+) -> plt.Figure:
+    """Draws the time of both passes against the number of tokens.
+
+    Args:
+        rows: The results.
+        cases: A regular expression that matches the names of the cases, with "STEP" for the pass.
+        series: For each implementation in the results, its label and its color.
+        ticks: Numbers of tokens and their labels.
+        sizes_shown: The sizes of the cases, for the label below the panels.
+    """
     figure, panels = plt.subplots(1, 2, figsize=(8, 3.8), layout="constrained", sharey=True)
-    for axes, step, title in zip(panels, ("fwd", "bwd"), ("forward", "backward")):
-        for label, implementation, color in (
-            ("dense, cuDNN", "cudnn", "#ee6677"),
-            ("tree", "cuda", "#4477aa"),
-        ):
+    for axes, step, title in zip(panels, ("fwd", "bwd"), ("forward", "backward"), strict=True):
+        for implementation, (label, color) in series.items():
             times = {
                 sizes(name)["T"]: float(row["milliseconds"])
                 for (name, measured), row in rows.items()
-                if measured == implementation and name.startswith(f"htree {step} T")
+                if measured == implementation and re.match(cases.replace("STEP", step), name)
             }
-            axes.plot(times.keys(), times.values(), "o-", color=color, label=label)
+            axes.plot(*zip(*sorted(times.items()), strict=True), "o-", color=color, label=label)
         axes.set(xscale="log", yscale="log", title=title)
-        tokens = [2**i for i in (14, 16, 17, 18, 20)]
-        axes.set_xticks(tokens, ["16K", "64K", "128K", "256K", "1M"])
+        axes.set_xticks(list(ticks), list(ticks.values()))
         axes.set_xticks([], minor=True)
         axes.grid(alpha=0.3)
     panels[0].set_ylabel("milliseconds")
     device = next(iter(rows.values()))["device"]
     figure.legend(*panels[0].get_legend_handles_labels(), loc="outside upper center", ncols=2)
-    figure.supxlabel(f"tokens; 16 heads of 128, one KV head, {device}", fontsize=9)
+    figure.supxlabel(f"tokens; {sizes_shown}, {device}", fontsize=9)
     return figure
+
+
+def htree(rows: Results) -> plt.Figure:
+    """Draws the time of tree attention and of dense attention against the number of tokens."""
+    series = {"cudnn": ("dense, cuDNN", "#ee6677"), "cuda": ("tree", "#4477aa")}
+    ticks = {2**14: "16K", 2**16: "64K", 2**17: "128K", 2**18: "256K", 2**20: "1M"}
+    return by_tokens(rows, "htree STEP T", series, ticks, "16 heads of 128, one KV head")
+
+
+def sparse_attention(rows: Results) -> plt.Figure:
+    """Draws the time of attention to lists of blocks and of dense attention against the tokens."""
+    series = {
+        "masked_attention": ("dense causal, masked_attention", "#ee6677"),
+        "cuda": ("16 blocks of 128 keys per query", "#4477aa"),
+    }
+    ticks = {2**11: "2K", 2**12: "4K", 2**13: "8K", 2**15: "32K", 2**17: "128K"}
+    cases = "sparse_attention STEP T.*-K16-b128-similar"
+    return by_tokens(rows, cases, series, ticks, "64 heads of 128, 4 KV heads, similar lists")
 
 
 def htree_nodes() -> plt.Figure:
@@ -225,6 +253,7 @@ FIGURES = {
     sparsity: "masked_attention",
     decode: "mqa_decode",
     htree: "../h100/htree",
+    sparse_attention: "../h100/sparse_attention",
 }
 
 

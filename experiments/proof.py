@@ -1,6 +1,6 @@
 """Measures what sparse training costs on source text, and how the model uses distant tokens.
 
-    python experiments/proof.py --data SITE_PACKAGES --minutes 8,2,8
+    python experiments/proof.py --data SITE_PACKAGES --top-k 1024 --minutes 8,2,8
 
 The run has a dense stage, the indexer's warm-up, and a sparse stage with a dense control. It passes
 if the sparse loss is close to the control's, and the indexer's selection close to the best one.
@@ -56,6 +56,10 @@ MODELS: dict[str, tuple[str, Keys]] = {
     "last keys": ("backbone", "recency"),
 }
 """The parameters of each model, and the keys that it attends to."""
+LISTS = {
+    "kept": "kept from the query before",
+    "union": "different numbers in 8 lists, relative to one list",
+}
 COLORS = {"sparse": BLUE, "dense": GREY, "control": ORANGE, "last keys": RED}
 
 
@@ -73,13 +77,15 @@ def main(argv: list[str] | None = None) -> int:
     args = parser.parse_args(argv)
     folder = args.run_dir
     config = PRESETS[args.preset]()
-    if args.top_k >= config.seq_len:
+    attention = config.model.attention
+    if args.top_k is not None:
+        attention = dataclasses.replace(attention, top_k=args.top_k)
+    if attention.attended >= config.seq_len:
         parser.error(
-            f"argument --top-k: {args.top_k} keys are all keys of a sequence, which has "
+            f"argument --top-k: {attention.attended} keys are all keys of a sequence, which has "
             f"{config.seq_len} tokens, so sparse attention would be dense; select fewer"
         )
     jax.config.update("jax_compilation_cache_dir", str(folder.absolute() / "compiled"))
-    attention = dataclasses.replace(config.model.attention, top_k=args.top_k)
     config = dataclasses.replace(
         config,
         model=dataclasses.replace(config.model, attention=attention, vocab=args.vocab),
@@ -111,13 +117,15 @@ def main(argv: list[str] | None = None) -> int:
     results = summary.evaluate(trainer)
     plots.plot(trainer, results, folder / "curves.png")
     positions, copies = loss_by_position(trainer), loss_of_copies(trainer)
+    lists = trainer.evaluator.similarity(trainer.state, trainer.validation(config.eval_sequences))
     checks = _checks(results)
-    table = f"{summary.table(results, trainer)}\n\n{_tables(positions, copies)}\n\n" + "\n".join(
-        f"{'PASS' if ok else 'FAIL'}  {text}" for ok, text in checks
+    table = (
+        f"{summary.table(results, trainer)}\n\n{_tables(positions, copies, lists)}\n\n"
+        + "\n".join(f"{'PASS' if ok else 'FAIL'}  {text}" for ok, text in checks)
     )
     print(f"\n{table}\n\n{trainer.seconds:.0f} s of training, {folder}")
     (folder / "proof.txt").write_text(table + "\n")
-    _write(positions, copies, folder / "proof.csv")
+    _write(positions, copies, lists, folder / "proof.csv")
     _plot(positions, copies, folder / "proof.png")
     return int(not all(ok for ok, _ in checks))
 
@@ -225,25 +233,39 @@ def _checks(results: summary.Results) -> list[tuple[bool, str]]:
     ]
 
 
-def _tables(positions: dict[str, np.ndarray], copies: dict[str, float]) -> str:
+def _tables(
+    positions: dict[str, np.ndarray], copies: dict[str, float], lists: dict[str, np.ndarray]
+) -> str:
     bins = len(positions["sparse"])
     shown = sorted({0, bins // 4, bins // 2, 3 * bins // 4, bins - 1})
     rows = [("validation loss by position", *(f"{i + 1}/{bins}" for i in shown))]
     rows += [(name, *(f"{x[i]:.4f}" for i in shown)) for name, x in positions.items()]
     far = [("copy from more than half of a sequence back", "nats/token")]
     far += [(name, f"{x:.4f}") for name, x in copies.items()]
-    return f"{summary.grid(rows)}\n\n{summary.grid(far)}"
+    layers = [f"layer {i}" for i in range(len(lists["kept"]))]
+    similar = [("selections of neighbouring queries", "mean", *layers)] + [
+        (title, *(f"{x:.3f}" for x in (lists[name].mean(), *lists[name])))
+        for name, title in LISTS.items()
+    ]
+    return "\n\n".join(summary.grid(x) for x in (rows, far, similar))
 
 
-def _write(positions: dict[str, np.ndarray], copies: dict[str, float], path: Path) -> None:
+def _write(
+    positions: dict[str, np.ndarray],
+    copies: dict[str, float],
+    lists: dict[str, np.ndarray],
+    path: Path,
+) -> None:
     with path.open("w", newline="") as file:
         writer = csv.writer(file)
-        writer.writerow(("measure", "model", "part", "nats_per_token"))
+        writer.writerow(("measure", "model", "part", "value"))
         for name, losses in positions.items():
             writer.writerows(
                 ("position", name, i, f"{x:.6f}") for i, x in enumerate(losses, start=1)
             )
         writer.writerows(("copy", name, "", f"{x:.6f}") for name, x in copies.items())
+        for name, by_layer in lists.items():
+            writer.writerows((name, "sparse", i, f"{x:.6f}") for i, x in enumerate(by_layer))
 
 
 def _plot(positions: dict[str, np.ndarray], copies: dict[str, float], path: Path) -> None:
@@ -273,7 +295,9 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument(
         "--vocab", type=int, default=VOCAB, help="size of the vocabulary (default: bytes)"
     )
-    parser.add_argument("--top-k", type=int, default=1024, help="number of selected keys")
+    parser.add_argument(
+        "--top-k", type=int, help="number of selected keys or blocks (default: the preset's)"
+    )
     parser.add_argument(
         "--sequences", type=int, default=32, help="validation sequences of the final results"
     )

@@ -1,4 +1,4 @@
-// Handlers of gated pooling, which pools blocks of tokens.
+// Handlers of pooling, which turns each block of tokens into one key.
 
 #include "gated_pool/gated_pool.h"
 
@@ -109,8 +109,59 @@ ffi::Error gated_pool_bwd(cudaStream_t stream, AnyBuffer values, AnyBuffer gates
   return launch_status(kOp, launch_gated_pool_bwd(params, stream));
 }
 
+// Reads values [B, S, 1, D], or their gradient, starts [B, S]?, and keys [B, S / R, D], or their
+// gradient, which is called `keys_name`.
+ffi::Error read_mean(const char* op, const AnyBuffer& values, const AnyBuffer& starts,
+                     const char* keys_name, const AnyBuffer& keys, int64_t ratio,
+                     MeanPoolParams* p) {
+  namespace limits = ::jax_dsa::limits::gated_pool;
+  const Dims dims = values.dimensions();
+  DSA_FFI_RETURN_IF_ERROR(check_rank(op, "values", dims, {"B", "S", "H", "D"}));
+  const int64_t batch = dims[0], tokens = dims[1], dim = dims[3];
+  DSA_FFI_RETURN_IF_ERROR(check_one_of(op, "H", dims[2], {1}));
+  DSA_FFI_RETURN_IF_ERROR(check_range(op, "R", ratio, 1, limits::kMaxPooled));
+  DSA_FFI_RETURN_IF_ERROR(check_range(op, "D", dim, 0, limits::kMaxDim));
+  DSA_FFI_RETURN_IF_ERROR(check_multiple(op, "D", dim, limits::kDimMultiple));
+  DSA_FFI_RETURN_IF_ERROR(check_range(op, "S", tokens, 0, limits::kMaxTokens));
+  DSA_FFI_RETURN_IF_ERROR(
+      check_range(op, "B * ceil(S / R)", batch * ceil_div(tokens, ratio), 0, limits::kMaxBlocks));
+  DSA_FFI_RETURN_IF_ERROR(read_dtype(op, "values", values.element_type(), &p->dtype));
+  DSA_FFI_RETURN_IF_ERROR(check_dtype(op, keys_name, keys.element_type(), {values.element_type()}));
+  DSA_FFI_RETURN_IF_ERROR(
+      check_shape(op, keys_name, keys.dimensions(), {batch, tokens / ratio, dim}));
+  DSA_FFI_RETURN_IF_ERROR(
+      optional_data(op, "starts", starts, DataType::S32, {batch, tokens}, &p->starts));
+  p->batch = batch, p->tokens = tokens;
+  p->ratio = static_cast<int>(ratio);
+  p->factor = 1.f / static_cast<float>(ratio);
+  p->dim = static_cast<int>(dim);
+  return ffi::Error::Success();
+}
+
+// values [B, S, 1, D], starts [B, S]? -> keys [B, S / R, D]
+ffi::Error mean_pool_fwd(cudaStream_t stream, AnyBuffer values, AnyBuffer starts,
+                         Result<AnyBuffer> keys, Attr<int64_t, "ratio"> ratio) {
+  constexpr const char* kOp = "mean_pool_fwd";
+  MeanPoolParams params = {};
+  DSA_FFI_RETURN_IF_ERROR(read_mean(kOp, values, starts, "keys", *keys, ratio, &params));
+  params.from = values.untyped_data(), params.to = keys->untyped_data();
+  return launch_status(kOp, launch_mean_pool_fwd(params, stream));
+}
+
+// starts [B, S]?, dkeys [B, S / R, D] -> dvalues [B, S, 1, D]
+ffi::Error mean_pool_bwd(cudaStream_t stream, AnyBuffer starts, AnyBuffer dkeys,
+                         Result<AnyBuffer> dvalues, Attr<int64_t, "ratio"> ratio) {
+  constexpr const char* kOp = "mean_pool_bwd";
+  MeanPoolParams params = {};
+  DSA_FFI_RETURN_IF_ERROR(read_mean(kOp, *dvalues, starts, "dkeys", dkeys, ratio, &params));
+  params.from = dkeys.untyped_data(), params.to = dvalues->untyped_data();
+  return launch_status(kOp, launch_mean_pool_bwd(params, stream));
+}
+
 DSA_FFI_HANDLER("jax_dsa.gated_pool_bwd.v1", gated_pool_bwd, kEveryGpu);
 DSA_FFI_HANDLER("jax_dsa.gated_pool_fwd.v1", gated_pool_fwd, kEveryGpu);
+DSA_FFI_HANDLER("jax_dsa.mean_pool_bwd.v1", mean_pool_bwd, kEveryGpu);
+DSA_FFI_HANDLER("jax_dsa.mean_pool_fwd.v1", mean_pool_fwd, kEveryGpu);
 
 }  // namespace
 }  // namespace jax_dsa

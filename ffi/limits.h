@@ -11,6 +11,7 @@
 #include "htree/htree.h"
 #include "indexer/indexer.h"
 #include "mla/layout.h"
+#include "sparse_attention/decode.h"
 #include "sparse_attention/sparse_attention.h"
 #include "sparse_mla/sparse_mla_decode.h"
 #include "topk/topk.h"
@@ -52,10 +53,13 @@ inline constexpr int64_t kMaxDecodeGroupHeads = kHTreeMaxDecodeGroupHeads;
 
 namespace indexer {
 inline constexpr int64_t kChannels[] = {32, 64, 128};
+inline constexpr int64_t kMaxCandidateBlocks = kIndexerMaxCandidateBlocks;
 inline constexpr int64_t kMaxHeads = kIndexerMaxHeads;
 inline constexpr int64_t kMaxKeys = kInt32Max - 4096;
 inline constexpr int64_t kMaxSlots = kIndexerBwdMaxSlots;
 inline constexpr int64_t kPageMultiple = kIndexerPageMultiple;
+inline constexpr int64_t kMaxBlocks = kIndexerMaxBlocks;
+inline constexpr int64_t kMaxLists = kInt32Max - 4096;
 }  // namespace indexer
 
 namespace losses {
@@ -87,6 +91,11 @@ inline constexpr int64_t kDimMultiple = masked_attention::kDimMultiple;
 inline constexpr int64_t kMaxLength = masked_attention::kMaxLength;
 inline constexpr int64_t kMaxGroupHeads = 32;
 inline constexpr int64_t kMaxSlots = kSparseAttentionMaxSlots;
+inline constexpr int64_t kDecodeDims[] = {64, 128, 256};
+inline constexpr int64_t kMaxDecodeRows = kInt32Max / kSparseDecodeMaxSplits;
+// Keys of a request, and of a list. The kernel numbers keys up to a few tiles past the end of a
+// list.
+inline constexpr int64_t kMaxDecodeKeys = kInt32Max - 256;
 }  // namespace sparse_attention
 
 namespace sparse_mla {

@@ -96,8 +96,11 @@ nb::dict limits() {
   add("htree", "MAX_GROUP_HEADS", l::htree::kMaxGroupHeads);
   add("htree", "MAX_TOP_K", l::htree::kMaxTopK);
   add("indexer", "CHANNELS", values(l::indexer::kChannels));
+  add("indexer", "MAX_BLOCKS", l::indexer::kMaxBlocks);
+  add("indexer", "MAX_CANDIDATE_BLOCKS", l::indexer::kMaxCandidateBlocks);
   add("indexer", "MAX_HEADS", l::indexer::kMaxHeads);
   add("indexer", "MAX_KEYS", l::indexer::kMaxKeys);
+  add("indexer", "MAX_LISTS", l::indexer::kMaxLists);
   add("indexer", "MAX_SLOTS", l::indexer::kMaxSlots);
   add("indexer", "PAGE_MULTIPLE", l::indexer::kPageMultiple);
   add("losses", "CHANNELS", values(l::losses::kChannels));
@@ -113,7 +116,10 @@ nb::dict limits() {
   add("mqa_decode", "MAX_ROWS", l::mqa_decode::kMaxRows);
   add("mqa_decode", "VALUE_DIM", l::mqa_decode::kValueDim);
   add("quantize_fp8", "BLOCK", int64_t{jax_dsa::kQuantizeBlock});
+  add("sparse_attention", "DECODE_DIMS", values(l::sparse_attention::kDecodeDims));
   add("sparse_attention", "DIM_MULTIPLE", l::sparse_attention::kDimMultiple);
+  add("sparse_attention", "MAX_DECODE_KEYS", l::sparse_attention::kMaxDecodeKeys);
+  add("sparse_attention", "MAX_DECODE_ROWS", l::sparse_attention::kMaxDecodeRows);
   add("sparse_attention", "MAX_DIM", l::sparse_attention::kMaxDim);
   add("sparse_attention", "MAX_GROUP_HEADS", l::sparse_attention::kMaxGroupHeads);
   add("sparse_attention", "MAX_LENGTH", l::sparse_attention::kMaxLength);
@@ -299,6 +305,7 @@ NB_MODULE(_cuda, m) {
         "by_rows"_a);
   m.def("sparse_mla_decode_splits", &sparse_mla_decode_splits, nb::kw_only(), "items"_a, "slots"_a,
         "batch_invariant"_a);
+  m.def("force_portable_tier", [](bool forced) { jax_dsa::portable_tier_forced() = forced; });
   m.def("portable_since", &portable_since);
   m.def("targets", &targets);
   m.def("tiers", &tiers);

@@ -11,11 +11,11 @@ namespace {
 // q [B, T, N, D]; k [B, S, G, D], or [1, S, G, D] shared by all requests; with a page table
 // [B or 1, P * page_size, G, D]; FP8 records are uint8 [..., 656]; v like k with E in place of D,
 // or absent: the values are then the first 512 elements of the keys; starts [B, T], ends [B, T],
-// sinks [B, N]?, page_table [B, R] or one per KV head [B, G, R]?, cuts [B, 1]?
+// sinks [B, N]?, page_table [B, R]?
 // -> out [B, T, N, E], bfloat16 or float32, max_logit and log_sum [B, T, N], and the workspaces
 //    partial, partial_rows and split_tiles, whose sizes mqa_decode_workspace returns
 ffi::Error mqa_decode(cudaStream_t stream, BF16 q, AnyBuffer k, AnyBuffer v, S32 starts, S32 ends,
-                      AnyBuffer sinks, AnyBuffer page_table, AnyBuffer cuts, Result<AnyBuffer> out,
+                      AnyBuffer sinks, AnyBuffer page_table, Result<AnyBuffer> out,
                       Result<F32> max_logit, Result<F32> log_sum, Result<F32> partial,
                       Result<F32> partial_rows, Result<S32> split_tiles, Attr<float, "scale"> scale,
                       Attr<int32_t, "page_size"> page_size, Attr<bool, "exact_max"> exact_max) {
@@ -60,11 +60,7 @@ ffi::Error mqa_decode(cudaStream_t stream, BF16 q, AnyBuffer k, AnyBuffer v, S32
   DSA_FFI_RETURN_IF_ERROR(read_sinks(kOp, sinks, &params));
   DSA_FFI_RETURN_IF_ERROR(read_scale(kOp, scale, &params));
   params.keys = rows;
-  params.group_tables = present(page_table) && page_table.dimensions().size() == 3;
-  DSA_FFI_RETURN_IF_ERROR(read_page_table(kOp, "k", page_table, rows, page_size, &params,
-                                          params.group_tables ? groups : 0));
-  DSA_FFI_RETURN_IF_ERROR(
-      optional_data(kOp, "cuts", cuts, DataType::S32, {batch, 1}, &params.cuts));
+  DSA_FFI_RETURN_IF_ERROR(read_page_table(kOp, "k", page_table, rows, page_size, &params));
   DSA_FFI_RETURN_IF_ERROR(
       check_range(kOp, "the number of keys of a request", params.keys, 0, limits::kMaxRows));
   DSA_FFI_RETURN_IF_ERROR(

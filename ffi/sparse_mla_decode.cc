@@ -5,6 +5,7 @@
 #include <algorithm>
 
 #include "common/device.h"
+#include "common/limits.h"
 #include "ffi/common.h"
 #include "ffi/sparse_mla_operands.h"
 
@@ -62,7 +63,8 @@ ffi::Error sparse_mla_decode(cudaStream_t stream, BF16 q, AnyBuffer kv, S32 indi
     params.partial_rows = reinterpret_cast<float2*>(partial_rows->typed_data());
     Device device;
     if (cudaError_t e = current_device(&device); e != cudaSuccess) return launch_status(kOp, e);
-    const int fastest = sparse_mla_decode_splits(items, params.slots, device.num_sms);
+    const int fastest =
+        sparse_mla_decode_splits(items, params.slots, std::min(device.num_sms, kMaxSms));
     params.splits = batch_invariant ? splits.value : std::min(splits.value, fastest);
   }
   return launch_status(kOp, launch_sparse_mla_decode(params, stream));

@@ -82,17 +82,14 @@ ffi::Error read_scale(const char* op, float scale, Params* params) {
   return invalid_argument(op, "scale is " + std::to_string(scale) + ", expected a positive number");
 }
 
-// Reads a page table [B, R]?, or with `groups` [B, groups, R]?, over the `rows` rows of a pool of
-// keys. `params->keys` becomes the number of keys that a request's pages hold.
+// Reads a page table [B, R]? over the `rows` rows of a pool of keys. `params->keys` becomes the
+// number of keys that a request's pages hold.
 template <typename Params>
 ffi::Error read_page_table(const char* op, const char* keys_name, const AnyBuffer& page_table,
-                           int64_t rows, int64_t page_size, Params* params, int64_t groups = 0) {
+                           int64_t rows, int64_t page_size, Params* params) {
   if (!present(page_table)) return ffi::Error::Success();
-  const int64_t batch = params->batch;
-  DSA_FFI_RETURN_IF_ERROR(
-      groups == 0 ? check_rank(op, "page_table", page_table.dimensions(), {"B", "R"})
-                  : check_rank(op, "page_table", page_table.dimensions(), {"B", "G", "R"}));
-  const int64_t page_slots = page_table.dimensions().back();
+  DSA_FFI_RETURN_IF_ERROR(check_rank(op, "page_table", page_table.dimensions(), {"B", "R"}));
+  const int64_t page_slots = page_table.dimensions()[1];
   DSA_FFI_RETURN_IF_ERROR(check_range(op, "page_size", page_size, 1, limits::kInt32Max));
   DSA_FFI_RETURN_IF_ERROR(check_range(op, "R", page_slots, 0, limits::kInt32Max));
   if (rows % page_size != 0 || rows > limits::kInt32Max) {
@@ -100,11 +97,8 @@ ffi::Error read_page_table(const char* op, const char* keys_name, const AnyBuffe
                                     " rows, expected a multiple of page_size = " +
                                     std::to_string(page_size) + " up to 2^31 - 1");
   }
-  const auto read = [&](std::initializer_list<int64_t> shape) {
-    return optional_data(op, "page_table", page_table, DataType::S32, shape, &params->page_table);
-  };
-  DSA_FFI_RETURN_IF_ERROR(groups == 0 ? read({batch, page_slots})
-                                      : read({batch, groups, page_slots}));
+  DSA_FFI_RETURN_IF_ERROR(optional_data(op, "page_table", page_table, DataType::S32,
+                                        {params->batch, page_slots}, &params->page_table));
   params->pages = static_cast<int>(rows / page_size);
   params->page_size = static_cast<int>(page_size);
   params->page_slots = static_cast<int>(page_slots);

@@ -9,6 +9,7 @@ from __future__ import annotations
 import gc
 import os
 import pathlib
+import re
 from typing import TYPE_CHECKING, Any
 
 # Tests of sharding need eight CPU devices. Autotuning would take most of a GPU's compilation time,
@@ -53,6 +54,7 @@ def pytest_configure(config: pytest.Config) -> None:
     """Passes the seed on to hypothesis, before its plugin reads the option."""
     if os.environ.get("JAX_DSA_TEST_SEED"):
         config.option.hypothesis_seed = str(SEED)
+    ffi.gpus()  # is cached, so that tests which replace the extension do not ask the replacement
 
 
 def pytest_report_header() -> str:
@@ -84,6 +86,17 @@ def pytest_sessionfinish(session: pytest.Session, exitstatus: int) -> None:
     if gpu_tests("skipped") and not gpu_tests("passed"):
         reporter.write_line("every GPU test was skipped on a machine with a GPU", red=True)
         session.exitstatus = pytest.ExitCode.TESTS_FAILED
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_call() -> Iterator[None]:
+    """With JAX_DSA_TIER=portable, skips tests of kernels that only Hopper has (docs/which.md)."""
+    try:
+        yield
+    except NotImplementedError as error:
+        if ffi.portable_tier_forced() and re.search(r"JAX_DSA_TIER|other than Hopper", str(error)):
+            pytest.skip(str(error))
+        raise
 
 
 @pytest.fixture(autouse=True)
@@ -128,6 +141,7 @@ def without_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
 def machine(monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
     """A function that simulates a machine with the extension and the given GPUs."""
     ask = ffi._machine
+    monkeypatch.delenv("JAX_DSA_TIER", raising=False)
 
     def pretend(*gpus: tuple[int, int], **others: Any) -> None:
         monkeypatch.setattr(ffi, "_LOADED", (True, ""))

@@ -44,6 +44,15 @@ class Sizes:
     def selected(self) -> int:
         return int(np.minimum(self.visible(), self.K).sum())
 
+    @property
+    def pooled(self) -> int:
+        return self.B * self.S * self.H * self.D
+
+    @property
+    def blocks(self) -> int:
+        """Blocks of 128 keys that are selected."""
+        return int(np.minimum(np.ceil(self.visible() / 128), self.K).sum())
+
     def listed(self, tail: bool) -> int:
         """Pairs of K causal blocks of b keys. The last one has b keys only at times."""
         complete, rest = np.divmod(self.visible(), self.b)
@@ -59,6 +68,8 @@ class AllSlots(Sizes):
     @property
     def selected(self) -> int:
         return self.T * self.K
+
+    blocks = selected
 
     def listed(self, tail: bool) -> int:
         return self.T * self.K * self.b
@@ -142,15 +153,30 @@ BY_HAND = {
         BF16: x.B * attention(x.N, x.K * x.b, x.D, x.D),
         COPY: x.B * 2 * (2 * x.G * x.K * x.b * x.D + 2 * x.N * x.D),
     },
+    # Each row has a factor in float32.
+    "sparse_attention_decode fwd fp8": lambda x: {
+        BF16: x.B * attention(x.N, x.K * x.b, x.D, x.D),
+        COPY: x.B * 2 * (x.G * x.K * x.b * (x.D + 4) + 2 * x.N * x.D),
+    },
     "attn_dist fwd bf16": lambda x: {BF16: product(x.N, x.selected, x.D)},
     "indexer fwd fp8": lambda x: {FP8: product(x.J, x.causal, x.C)},
     "indexer fwd bf16": lambda x: {BF16: product(x.J, x.causal, x.C)},
     "indexer fwd fp8 topk": lambda x: {FP8: product(x.J, x.causal, x.C)},
     "indexer fwd bf16 topk": lambda x: {BF16: product(x.J, x.causal, x.C)},
+    **{
+        f"indexer fwd {dtype} candidates{shared}": (
+            lambda x, ceiling=ceiling: {ceiling: product(x.J, x.T * x.M * x.b, x.C)}
+        )
+        for dtype, ceiling in (("fp8", FP8), ("bf16", BF16))
+        for shared in ("", "-shared")
+    },
+    "indexer fwd bf16 blocks": lambda x: {BF16: product(x.J, x.causal, x.C)},
+    "indexer fwd bf16 blocks-shared": lambda x: {BF16: product(x.J, x.causal, x.C)},
     "indexer fwd fp8 decode": indexer_decode,
     "indexer fwd fp8 paged": indexer_decode,
     # The scores again, and the gradients of the queries and of the keys.
     "indexer bwd bf16": lambda x: {BF16: 3 * product(x.J, x.selected, x.C)},
+    "indexer bwd bf16 blocks": lambda x: {BF16: 3 * product(x.J, x.blocks, x.C)},
     # The logits and the teacher are read, and the gradient is written, in float32.
     "losses fwd f32 gradient": lambda x: {COPY: 3 * 4 * x.T * x.K},
     # Attention's scores for the lse and again for the teacher; the indexer's scores, and the
@@ -161,6 +187,11 @@ BY_HAND = {
     # Scores are read and indices are written, 4 bytes each.
     "topk fwd f32": lambda x: {COPY: 4 * x.R * x.S + 4 * x.R * x.K},
     "block_mask fwd bool": lambda x: {COPY: x.T * x.S},
+    # Values and gates are read, and keys are written; then the same with their gradients.
+    "gated_pool fwd bf16": lambda x: {COPY: 2 * 2 * x.pooled + 2 * x.pooled // (x.R * x.H)},
+    "gated_pool bwd bf16": lambda x: {COPY: 2 * 4 * x.pooled + 2 * x.pooled // (x.R * x.H)},
+    "gated_pool fwd bf16 mean": lambda x: {COPY: 2 * x.B * x.S * x.D * 5 // 4},
+    "gated_pool bwd bf16 mean": lambda x: {COPY: 2 * x.B * x.S * x.D * 5 // 4},
     "mqa_decode fwd bf16": lambda x: {
         BF16: x.B * attention(x.N, x.S, x.D, min(E, x.D)),
         COPY: decode_bytes(x, x.S, 2 * x.D),

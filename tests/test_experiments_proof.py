@@ -93,12 +93,15 @@ def check(trainer, rows):
         want = np.concatenate([losses(name, b) for b in batches]).mean(0)
         got = [r for r in rows if r["model"] == name and r["measure"] == "position"]
         bins = [losses.mean() for losses in np.array_split(want, proof.BINS)]
-        np.testing.assert_allclose([float(r["nats_per_token"]) for r in got], bins, 1e-4)
-        seen.add(tuple(r["nats_per_token"] for r in got))
+        np.testing.assert_allclose([float(r["value"]) for r in got], bins, 1e-4)
+        seen.add(tuple(r["value"] for r in got))
     assert len(seen) == 4
-    copies = {r["model"]: float(r["nats_per_token"]) for r in rows if r["measure"] == "copy"}
+    copies = {r["model"]: float(r["value"]) for r in rows if r["measure"] == "copy"}
     assert copies.keys() == {*proof.MODELS, "first reading"}
     assert len(set(copies.values())) == 5
+    for name, want in trainer.evaluator.similarity(state, batches).items():
+        got = [float(r["value"]) for r in rows if r["measure"] == name]
+        np.testing.assert_allclose(got, want, 1e-4)
 
 
 def test_losses_of_copies_are_taken_at_the_copies():

@@ -234,7 +234,7 @@ OPERATORS = sorted(path.parent for path in (ROOT / "jax_dsa" / "ops").glob("*/cu
 
 def called_targets() -> set[str]:
     """Returns the targets that the package calls, with "*" where a name is computed."""
-    texts = [(path / "cuda.py").read_text() for path in OPERATORS]
+    texts = [file.read_text() for path in OPERATORS for file in path.glob("*cuda.py")]
     found = re.findall(r'"(jax_dsa\.[^"]+\.v\d+)"', "\n".join(texts))
     return {re.sub(r"\{.*?\}", "*", target) for target in found}
 

@@ -225,14 +225,10 @@ def test_bad_input_of_the_mean() -> None:
         mean_pool(values, 4, jnp.zeros(8, jnp.int32))
 
 
-def test_the_mean_has_no_kernel(without_kernels: None) -> None:
-    with pytest.raises(NotImplementedError, match=r"mean_pool.*implementation='xla'"):
-        mean_pool(jnp.ones((2, 8, 4)), 4, implementation="cuda")
-
-
 KERNEL_SHAPES = {
     "compressor": ((2, 1003, 2, 512), 4),
     "index keys": ((1, 4096, 2, 128), 4),
+    "one half": ((2, 4097, 1, 128), 4),
     "ratio 128": ((2, 1500, 1, 512), 128),
     "ratio 16": ((1, 500, 2, 36), 16),
     "one block": ((1, 4, 2, 8), 4),
@@ -297,6 +293,32 @@ def test_kernels_for_a_norm(name: str, dtype: Any, packed: bool, rng: np.random.
 
 
 @pytest.mark.gpu
+@pytest.mark.parametrize("packed", [False, True])
+@pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float16, jnp.float32])
+@pytest.mark.parametrize("name", KERNEL_SHAPES)
+def test_kernels_of_the_mean(name: str, dtype: Any, packed: bool, rng: np.random.Generator) -> None:
+    """They add the same values in the same order as XLA. NaN in no pool reaches no result."""
+    shape, ratio = KERNEL_SHAPES[name]
+    values = rng.standard_normal((*shape[:2], shape[3]))
+    starts = documents(rng, *shape[:2], 0.02 if packed else 0)
+    ct = jnp.asarray(rng.standard_normal((shape[0], shape[1] // ratio, shape[3])), dtype)
+
+    @functools.partial(jax.jit, static_argnums=0)
+    def both(implementation: str, values: Any) -> Any:
+        given = jnp.asarray(starts) if packed else None
+        pool = functools.partial(
+            mean_pool, ratio=ratio, starts=given, implementation=implementation
+        )
+        keys, pull = jax.vjp(pool, values)
+        return keys, *pull(ct)
+
+    expected = both("xla", jnp.asarray(values, dtype))
+    unused = np.all(np.asarray(expected[1]) == 0, axis=-1, keepdims=True)
+    got = both("cuda", jnp.asarray(np.where(unused, np.nan, values), dtype))
+    jax.tree.map(np.testing.assert_array_equal, got, expected)
+
+
+@pytest.mark.gpu
 def test_unsupported_calls_of_the_kernels(rng: np.random.Generator) -> None:
     for shape, ratio, why in (
         ((1, 8, 2, 6), 4, "it takes D in multiples of 4 up to .*, got D=6"),
@@ -307,3 +329,5 @@ def test_unsupported_calls_of_the_kernels(rng: np.random.Generator) -> None:
             gated_pool(*args, implementation="cuda")
         starts = np.zeros(shape[:2], np.int32)
         assert_matches(gated_pool(*args), jnp.asarray(pooled(*args, starts), jnp.float32), 1e-5)
+    with pytest.raises(NotImplementedError, match="it takes R H up to 128, got R H=200"):
+        mean_pool(jnp.ones((1, 400, 8)), 200, implementation="cuda")

@@ -10,9 +10,11 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from support.compare import assert_matches
+from support.oracles import indexer as oracle
 
 from jax_dsa import PagedCache, dsa_attention, indexer_logits, indexer_topk, quantize_fp8, topk
 from jax_dsa.core.call import Call
+from jax_dsa.ops.indexer import cuda
 from jax_dsa.ops.indexer.api import TOPK_BWD
 from jax_dsa.ops.indexer.spec import Options, Selected, Selection
 
@@ -131,6 +133,48 @@ def test_topk_in_chunks(b: int, t: int, rng: np.random.Generator) -> None:
     got, _ = indexer_topk(**given, top_k=64, implementation="cuda")
     expected = topk(logits(given, "cuda"), 64, implementation="cuda")
     np.testing.assert_array_equal(np.asarray(got), np.asarray(expected))
+
+
+CANDIDATES = {  # sizes, number of slots, and size of a block
+    "J 64, blocks of 8": ({"t": 130, "s": 3001, "j": 64, "c": 128}, 100, 8),
+    "J 40, blocks of 128": ({"t": 62, "s": 3001, "j": 40, "c": 128}, 5, 128),
+    "J 32, keys": ({"t": 213, "s": 700, "j": 32, "c": 64}, 300, 1),
+    "J 5, blocks of 3": ({"t": 62, "s": 403, "j": 5, "c": 32}, 50, 3),
+    "one query": ({"b": 5, "t": 1, "s": 3001, "j": 64, "c": 128}, 60, 8),
+    "one key": ({"t": 9, "s": 3, "j": 16, "c": 32}, 4, 8),
+}
+
+
+@pytest.mark.parametrize("dtype", [jnp.bfloat16, FP8], ids=["bf16", "fp8"])
+@pytest.mark.parametrize("name", CANDIDATES)
+def test_candidates(
+    name: str, dtype: Any, rng: np.random.Generator, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The selection is bit for bit the top-k of the logits with -inf outside the candidates."""
+    shape, slots, block = CANDIDATES[name]
+    given = inputs(rng, **shape, dtype=dtype)
+    starts = np.clip(given["starts"], 0, shape["s"])
+    blocks = -(-shape["s"] // block)
+    candidates = rng.integers(0, blocks + 2, (*starts.shape, slots)).astype(np.int32)
+    unusual = rng.choice(np.array([-1, -(2**31), 2**31 - 1], np.int32), candidates.shape)
+    candidates = np.where(rng.random(candidates.shape) < 0.1, unusual, candidates)
+    whole = oracle.inside(np.asarray(logits(given, "cuda")), candidates, block, starts)
+    options = {"candidates": candidates, "candidate_block_size": block, "implementation": "cuda"}
+    for top_k, budget in ((1, 2**26), (100, 2**26), (100, 2**16)):  # the last in chunks
+        monkeypatch.setattr(cuda, "CANDIDATES_BUDGET", budget)
+        jax.clear_caches()
+        got = jax.jit(lambda given, k=top_k: indexer_topk(**given, top_k=k, **options))(given)
+        expected = topk(whole, top_k, return_values=True, implementation="cuda")
+        jax.tree.map(lambda a, b: np.testing.assert_array_equal(a, b), got, expected)
+
+
+def test_candidates_that_are_all_keys(rng: np.random.Generator) -> None:
+    given = inputs(rng, t=213, s=1111, j=64, c=128, dtype=jnp.bfloat16)
+    blocks = np.broadcast_to(rng.permutation(160).astype(np.int32), (2, 213, 160))
+    options = {"top_k": 100, "implementation": "cuda"}
+    got = indexer_topk(**given, **options, candidates=blocks, candidate_block_size=7)
+    expected = indexer_topk(**given, **options)
+    jax.tree.map(lambda a, b: np.testing.assert_array_equal(a, b), got, expected)
 
 
 @pytest.mark.parametrize("dtype", [jnp.bfloat16, FP8], ids=["bf16", "fp8"])

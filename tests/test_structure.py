@@ -135,7 +135,8 @@ def test_every_operator_has_an_api() -> None:
 
 def test_bazel_compiles_what_cmake_compiles() -> None:
     """Handlers and translation units of kernels are listed twice."""
-    cmake = re.findall(r"^  ((?:cuda|ffi)/\S+)$", (ROOT / "CMakeLists.txt").read_text(), re.M)
+    text = (ROOT / "CMakeLists.txt").read_text()
+    cmake = re.findall(r"^  ((?:cuda|ffi)/\S+)$", text, re.M)
 
     def listed(package: str, name: str) -> Any:
         text = (ROOT / package / "BUILD.bazel").read_text()
@@ -144,7 +145,12 @@ def test_bazel_compiles_what_cmake_compiles() -> None:
         return ast.literal_eval(found[1])
 
     folders = listed("cuda", "FOLDERS")
-    bazel = [f"cuda/{x}/{unit}.cu" for x, (units, _) in folders.items() for unit in units]
+    hopper = {f"cuda/{x}/{unit}.cu" for x, (units, _, _) in folders.items() for unit in units}
+    common = {f"cuda/{x}/{unit}.cu" for x, (_, units, _) in folders.items() for unit in units}
+    for name, units in (("hopper", hopper), ("common", common)):
+        found = re.search(rf"^set\({name}\n(.*?)^\)", text, re.M | re.S)
+        assert found and set(found[1].split()) == units
+    bazel = [*hopper, *common]
     bazel += [f"ffi/{x}.cc" for x in ("common", *listed("ffi", "HANDLERS"))]
     assert sorted(cmake) == sorted(bazel)
 

@@ -4,7 +4,11 @@ from __future__ import annotations
 
 import inspect
 import itertools
+import os
 import re
+import runpy
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -51,7 +55,7 @@ def hopper_only(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 PASSES = {p.name: p for p in passes()}
-PARTLY = {"htree_fwd"}  # over a cache only
+GPUS = runpy.run_path(str(ROOT / "docs" / "gpus.py"))
 
 
 @pytest.mark.parametrize("gpu", [*OTHERS, HOPPER])
@@ -146,6 +150,18 @@ def test_builds_without_a_tier(machine: Any, tiers: tuple, gpu: tuple, why: str)
     assert ffi.tier_of(gpu) == (None if why else tiers[0])
 
 
+def test_the_portable_tier_can_be_forced_for_a_while(machine: Any) -> None:
+    machine(HOPPER)
+    assert ffi.has_both_tiers()
+    before = os.environ.get("JAX_DSA_TIER")
+    with pytest.raises(RuntimeError, match="inside"), ffi.portable_tier():
+        assert ffi.tier_of(HOPPER) == "portable" and not ffi.has_both_tiers()
+        raise RuntimeError("inside")
+    assert ffi.tier_of(HOPPER) == "hopper" and (os.environ.get("JAX_DSA_TIER") or None) == before
+    machine(HOPPER, ADA)
+    assert not ffi.has_both_tiers()
+
+
 def test_a_build_without_portable_kernels_cannot_be_asked_for_them(
     machine: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -183,7 +199,7 @@ def test_python_and_the_handlers_agree_about_portable_kernels() -> None:
     assert len(since) > 20 and set(since.values()) <= {"kHopperOnly", "kEveryGpu", "kFp8Gpu"}
     checked = 0
     for p in passes():
-        if p.kernel is None or p.name in PARTLY:
+        if p.kernel is None or p.name in GPUS["PARTLY"]:
             continue
         targets = re.findall(r'"(jax_dsa\.[\w.]+)"', inspect.getsource(p.kernel.run))
         if not targets:
@@ -196,8 +212,52 @@ def test_python_and_the_handlers_agree_about_portable_kernels() -> None:
     assert checked > 10
 
 
+def test_the_table_of_gpus() -> None:
+    """`python docs/gpus.py` renews it."""
+    page = (ROOT / "docs" / "which.md").read_text()
+    assert GPUS["table"]() in page and GPUS["renewed"](page) == page
+
+
 def test_the_extension_agrees() -> None:
     extension = pytest.importorskip("jax_dsa._cuda", reason="built without the extension")
     assert set(extension.tiers()) <= {"hopper", "portable"}
     assert set(extension.portable_since()) <= set(extension.targets())
     assert set(extension.portable_since().values()) <= {(8, 0), (8, 9)}
+
+
+# Calls operators whose kernels run on every GPU, and compares them with their XLA implementations.
+PROGRAM = """
+import functools
+import jax, jax.numpy as jnp, numpy as np
+import jax_dsa
+from jax_dsa.core.capabilities import capabilities
+
+tiers = {p.name: p.tiers for p in capabilities().passes}
+assert tiers["topk_fwd"] == tiers["quantize_fp8"] == ("portable",), tiers
+key = jax.random.key(0)
+
+def same(call, *args):
+    both = [jax.jit(functools.partial(call, implementation=x))(*args) for x in ("cuda", "xla")]
+    for got, expected in zip(*map(jax.tree.leaves, both), strict=True):
+        np.testing.assert_array_equal(np.float32(got), np.float32(expected))
+
+for rows, size, k in ((1, 2**18, 2048), (3, 70001, 4096), (300, 9000, 100), (40, 8000, 2048)):
+    x = jax.random.normal(key, (rows, size))
+    same(functools.partial(jax_dsa.topk, top_k=k, return_values=True), x)
+    same(functools.partial(jax_dsa.topk, top_k=k), jnp.round(4 * x))  # ties
+    comb = jnp.where(jnp.arange(size) % 127 < 2, x + 100, x)
+    same(functools.partial(jax_dsa.topk, top_k=k), comb)
+x = jax.random.normal(key, (300, 1000), jnp.bfloat16)
+same(jax_dsa.quantize_fp8, x)
+same(jax_dsa.dequantize_fp8, *jax_dsa.quantize_fp8(x))
+"""
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("kib", ["", "163", "99"])
+def test_the_portable_tier_on_this_gpu(kib: str) -> None:
+    where = os.environ | {"JAX_DSA_TIER": "portable", "JAX_DSA_SHARED_KIB": kib}
+    done = subprocess.run(
+        [sys.executable, "-c", PROGRAM], env=where, capture_output=True, text=True
+    )
+    assert done.returncode == 0, done.stderr[-4000:]

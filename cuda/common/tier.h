@@ -7,6 +7,7 @@
 // a program may have been compiled on a machine without a GPU, and a process may use several GPUs.
 #pragma once
 
+#include <atomic>
 #include <cstdlib>
 #include <cstring>
 
@@ -27,10 +28,9 @@ inline constexpr bool kHasPortableTier = JAX_DSA_PORTABLE_TIER;
 inline constexpr int kHopper = 90;         // compute capability, as 10 * major + minor
 inline constexpr int kLeastPortable = 80;  // the oldest compute capability with portable kernels
 
-// Returns whether JAX_DSA_TIER=portable chooses the portable tier on Hopper GPUs too. It is read
-// once.
-inline bool portable_tier_forced() {
-  static const bool forced = [] {
+// Whether Hopper GPUs run the portable tier too. At first JAX_DSA_TIER=portable decides.
+inline std::atomic<bool>& portable_tier_forced() {
+  static std::atomic<bool> forced = [] {
     const char* const tier = std::getenv("JAX_DSA_TIER");
     return tier != nullptr && std::strcmp(tier, "portable") == 0;
   }();

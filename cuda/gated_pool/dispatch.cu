@@ -33,6 +33,7 @@ cudaError_t dispatch(const GatedPoolParams& p, F f) {
       return p.ratio == ratio && p.halves == halves;
     };
     return matches(4, 2)               ? shaped.template operator()<Few4>()
+           : matches(4, 1)             ? shaped.template operator()<Few4Single>()
            : matches(128, 1)           ? shaped.template operator()<Many128>()
            : is_few(p.ratio, p.halves) ? shaped.template operator()<Few>()
                                        : shaped.template operator()<Many>();
@@ -75,7 +76,9 @@ int64_t gated_pool_bwd_splits(int64_t batch, int64_t tokens, int ratio, int halv
   const int64_t max_splits =
       ceil_div(slots, int64_t{few ? Few::kThreadGroups : Many::kThreadGroups});
   const int64_t ctas_per_split = std::max(int64_t{1}, batch * gated_pool_tiles(ratio, halves, dim));
-  return std::max(int64_t{1}, std::min(max_splits, kMaxSms * kBwdCtasPerSm / ctas_per_split));
+  const int ctas_per_sm =
+      ratio == 4 && halves == 1 ? Few4Single::kBwdCtasPerSm : Few::kBwdCtasPerSm;
+  return std::max(int64_t{1}, std::min(max_splits, kMaxSms * ctas_per_sm / ctas_per_split));
 }
 
 cudaError_t launch_gated_pool_bwd(const GatedPoolBwdParams& params, cudaStream_t stream) {
@@ -87,10 +90,10 @@ cudaError_t launch_gated_pool_bwd(const GatedPoolBwdParams& params, cudaStream_t
   const auto slots = static_cast<int>(ceil_div(p.tokens, int64_t{p.ratio}));
   return dispatch(p, [&]<DType kType, typename Shape, bool kPacked>() {
     const int tiles = ceil_div(p.dim, Shape::kTile);
-    return launch_blocks(bwd_kernel<kType, Shape, kPacked>, p.batch * params.splits * tiles,
-                         kThreads,
-                         Shape::kRanks == 1 ? sizeof(SumsShared) : sizeof(CombineShared<Shape>),
-                         stream, params, slots, tiles);
+    return launch_blocks(
+        bwd_kernel<kType, Shape, kPacked>, p.batch * params.splits * tiles, kThreads,
+        Shape::kRanks == 1 ? sizeof(SumsShared<Shape>) : sizeof(CombineShared<Shape>), stream,
+        params, slots, tiles);
   });
 }
 

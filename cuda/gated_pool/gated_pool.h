@@ -1,5 +1,5 @@
 // Gated pooling: pools each block of tokens into one key. Each channel is a mean of the tokens'
-// values, weighted by a softmax over the tokens' gates.
+// values, weighted by a softmax over the tokens' gates. Mean pooling: the weights are equal.
 #pragma once
 
 #include <cuda_runtime_api.h>
@@ -57,6 +57,22 @@ inline constexpr int kGatedPoolMaxPooled = 128;
 
 cudaError_t launch_gated_pool_fwd(const GatedPoolFwdParams& params, cudaStream_t stream);
 cudaError_t launch_gated_pool_bwd(const GatedPoolBwdParams& params, cudaStream_t stream);
+
+// Mean pooling, with the blocks, slots and limits of gated pooling with one half.
+struct MeanPoolParams {
+  const void* from;       // values [batch, tokens, dim]; backward: gradient of the keys
+  const int32_t* starts;  // as in GatedPoolParams
+  void* to;               // keys [batch, tokens / ratio, dim]; backward: gradient of the values
+  int64_t batch;
+  int64_t tokens;
+  int ratio;
+  float factor;  // 1 / ratio
+  int dim;
+  DType dtype;
+};
+
+cudaError_t launch_mean_pool_fwd(const MeanPoolParams& params, cudaStream_t stream);
+cudaError_t launch_mean_pool_bwd(const MeanPoolParams& params, cudaStream_t stream);
 
 // Returns the number of channel tiles of a key. Each CTA processes one of them.
 int gated_pool_tiles(int ratio, int halves, int dim);

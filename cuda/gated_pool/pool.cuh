@@ -19,17 +19,11 @@
 // is a sum over keys, which stays in registers until the last key and is added up in a fixed order.
 #pragma once
 
-#include <type_traits>
-
 #include "common/ptx.cuh"
+#include "gated_pool/blocks.cuh"
 #include "gated_pool/gated_pool.h"
 
 namespace jax_dsa::gated_pool {
-
-inline constexpr int kThreads = 128;
-inline constexpr int kBwdCtasPerSm = 3;  // sizes the grid of the backward pass
-inline constexpr int kPerThread = 8;     // contributions per thread
-inline constexpr int kWidth = 4;         // channels per thread
 
 // How a CTA divides keys among its threads. The ratio and the number of halves are compile-time
 // constants, or 0 if they come from the call's parameters.
@@ -37,8 +31,13 @@ template <int kLanes_, int kRanks_, int kRatio_ = 0, int kHalves_ = 0>
 struct Shape {
   static constexpr int kLanes = kLanes_, kRanks = kRanks_, kRatio = kRatio_, kHalves = kHalves_;
   static constexpr int kThreadGroups = kThreads / (kLanes * kRanks);
+  static constexpr int kPerThread =  // contributions per thread
+      kRanks == 1 && kRatio > 0 ? kRatio * kHalves : 8;
   static constexpr int kTile = kLanes * kWidth;                  // channels per CTA
   static constexpr int kMaxContributions = kRanks * kPerThread;  // contributions per thread group
+  // The CTAs of the backward pass that an SM holds. With few contributions, more CTAs are needed to
+  // have as many bytes in flight.
+  static constexpr int kBwdCtasPerSm = kRatio * kHalves == 4 ? 5 : 3;
   static constexpr bool kIsFull = kRatio * kHalves == kMaxContributions;
   static_assert(kThreadGroups * kLanes * kRanks == kThreads && (kRanks == 1 || kThreadGroups == 1));
   static_assert((kRatio > 0) == (kHalves > 0) && kRatio * kHalves <= kMaxContributions);
@@ -52,9 +51,10 @@ struct Shape {
 };
 using Few = Shape<32, 1>;   // A thread group is a warp.
 using Many = Shape<8, 16>;  // A thread group is the CTA.
-// DeepSeek-V4 pools 4 tokens with overlapping halves, or 128 tokens without. These two shapes are
-// compiled with the constants.
+// DeepSeek-V4 pools 4 tokens with overlapping halves, or 128 tokens without, and GLM-5.3-Flash 4
+// tokens without. These shapes are compiled with the constants.
 using Few4 = Shape<32, 1, 4, 2>;
+using Few4Single = Shape<32, 1, 4, 1>;
 using Many128 = Shape<8, 16, 128, 1>;
 static_assert(Many::kMaxContributions == kGatedPoolMaxPooled);
 
@@ -66,34 +66,6 @@ __device__ __forceinline__ int64_t opaque(int64_t x) {
 using jax_dsa::opaque;
 
 template <DType kType>
-using Element = std::conditional_t<kType == DType::kF32, float, uint16_t>;
-
-// Four elements, packed as in memory.
-template <DType kType>
-using Packed4 = std::conditional_t<kType == DType::kF32, uint4, uint2>;
-
-template <DType kType>
-__device__ __forceinline__ void widen(const Packed4<kType>& x, float (&y)[kWidth]) {
-  if constexpr (kType == DType::kF32) {
-    y[0] = __uint_as_float(x.x), y[1] = __uint_as_float(x.y);
-    y[2] = __uint_as_float(x.z), y[3] = __uint_as_float(x.w);
-  } else {
-    const float2 low = unpack_16<kType>(x.x), high = unpack_16<kType>(x.y);
-    y[0] = low.x, y[1] = low.y, y[2] = high.x, y[3] = high.y;
-  }
-}
-
-template <DType kType>
-__device__ __forceinline__ Packed4<kType> narrow(const float (&x)[kWidth]) {
-  if constexpr (kType == DType::kF32) {
-    return {__float_as_uint(x[0]), __float_as_uint(x[1]), __float_as_uint(x[2]),
-            __float_as_uint(x[3])};
-  } else {
-    return {pack_16<kType>(x[0], x[1]), pack_16<kType>(x[2], x[3])};
-  }
-}
-
-template <DType kType>
 __device__ __forceinline__ Packed4<kType> minus_infinity() {
   if constexpr (kType == DType::kF32) {
     return {0xff800000u, 0xff800000u, 0xff800000u, 0xff800000u};
@@ -101,16 +73,6 @@ __device__ __forceinline__ Packed4<kType> minus_infinity() {
     const uint32_t two = kType == DType::kBF16 ? 0xff80ff80u : 0xfc00fc00u;
     return {two, two};
   }
-}
-
-// Loads and stores with the streaming cache policy: this data is accessed only once.
-template <DType kType>
-__device__ __forceinline__ Packed4<kType> load(const Element<kType>* from) {
-  return __ldcs(reinterpret_cast<const Packed4<kType>*>(from));
-}
-template <DType kType>
-__device__ __forceinline__ void store(Element<kType>* to, const Packed4<kType>& x) {
-  __stcs(reinterpret_cast<Packed4<kType>*>(to), x);
 }
 
 // The running softmax over some contributions: the largest gate, the sum of the weights
@@ -140,13 +102,15 @@ struct CombineShared {
   static constexpr int kWarps = kThreads / 32;
   float sums[2][kWarps][3 * kWidth][Shape::kLanes];
 };
+template <typename Shape>
 struct SumsShared {
-  float4 sums[kPerThread + 1][kThreads];
+  float4 sums[Shape::kPerThread + 1][kThreads];
 };
 
 template <DType kType, typename Shape, bool kPacked>
 struct ThreadGroup {
   using T = Element<kType>;
+  static constexpr int kPerThread = Shape::kPerThread;
 
   const GatedPoolParams& p;
   const int ratio, halves, rank;
@@ -178,18 +142,13 @@ struct ThreadGroup {
     // Opaque: otherwise the compiler keeps the offsets and biases of all contributions in registers
     // from key to key.
     stride = static_cast<int>(opaque(static_cast<uint32_t>(halves * p.dim)));
-    const int tokens = static_cast<int>(p.tokens), first = (slot + 1) * ratio - 1;
+    const int tokens = static_cast<int>(p.tokens);
     if constexpr (kPacked) {
-      // The block ends d rows after `first`, where d is the document's first row modulo the ratio.
       const int32_t* starts = p.starts + entry * p.tokens;
-      int found = -1;
-      for (int d = static_cast<int>(threadIdx.x) % 32; d < ratio && first + d < tokens; d += 32) {
-        const int start = __ldg(starts + first + d);
-        if (start >= 0 && start % ratio == d && start <= first + d - ratio + 1) found = first + d;
-      }
-      last = __reduce_max_sync(~0u, found);
+      last = find_last_row(starts, slot, ratio, tokens);
       has_previous = last >= 0 && __ldg(starts + max(last, 0)) <= last - 2 * ratio + 1;
     } else {
+      const int first = (slot + 1) * ratio - 1;
       last = first < tokens ? first : -1;
       has_previous = slot > 0;
     }
@@ -360,6 +319,7 @@ __global__ void __launch_bounds__(kThreads, kCtasPerSm)
                int tiles) {
   auto& shared = dynamic_shared<CombineShared<Shape>>();
   using Group = ThreadGroup<kType, Shape, kPacked>;
+  constexpr int kPerThread = Shape::kPerThread;
   Group group(params.in, static_cast<int>(blockIdx.x % tiles));
   const uint32_t key_index = blockIdx.x / tiles * Shape::kThreadGroups + Group::number();
   if (key_index >= keys) return;  // uniform in each thread group
@@ -395,10 +355,12 @@ __global__ void __launch_bounds__(kThreads, kCtasPerSm)
 // The keys of a batch entry are divided among `splits` CTAs per channel tile. Each CTA sums the
 // gradient of the bias over many keys.
 template <DType kType, typename Shape, bool kPacked>
-__global__ void __launch_bounds__(kThreads, kBwdCtasPerSm - (Shape::kRanks > 1 && !Shape::kIsFull))
+__global__ void __launch_bounds__(kThreads,
+                                  Shape::kBwdCtasPerSm - (Shape::kRanks > 1 && !Shape::kIsFull))
     bwd_kernel(const __grid_constant__ GatedPoolBwdParams params, int slots, int tiles) {
   const GatedPoolParams& p = params.in;
   using Group = ThreadGroup<kType, Shape, kPacked>;
+  constexpr int kPerThread = Shape::kPerThread;
   Group group(p, static_cast<int>(blockIdx.x % tiles));
   const int64_t cta = blockIdx.x / tiles, entry = cta / params.splits;
   const int split = static_cast<int>(cta % params.splits);
@@ -467,7 +429,7 @@ __global__ void __launch_bounds__(kThreads, kBwdCtasPerSm - (Shape::kRanks > 1 &
     group.clear(dvalues, dgates);
   }
   if constexpr (Shape::kThreadGroups > 1) {
-    auto& shared = dynamic_shared<SumsShared>().sums;
+    auto& shared = dynamic_shared<SumsShared<Shape>>().sums;
 #pragma unroll
     for (int j = 0; j <= kPerThread; ++j) {
       shared[j][threadIdx.x] = {sums[j][0], sums[j][1], sums[j][2], sums[j][3]};

@@ -57,6 +57,71 @@ struct IndexerTopkParams {
 
 cudaError_t launch_indexer_topk(const IndexerTopkParams& params, cudaStream_t stream);
 
+// Top-k of the logits inside candidate blocks. Blocks count from `starts`. The workspace holds the
+// lists and logits of as many queries at a time as fit.
+struct IndexerCandidatesParams {
+  IndexerFwdParams logits;    // `out` and `whole_rows` are not used
+  const int32_t* candidates;  // [batch, queries, slots]: numbers of blocks in any order; those that
+                              // the query does not see, and negative ones, are ignored
+  int64_t slots;
+  int block_size;    // >= 1; there may be at most kIndexerMaxCandidateBlocks blocks
+  float* workspace;  // [capacity]; 16-byte aligned
+  int64_t capacity;  // at least indexer_candidates_row_words
+  int32_t* indices;  // [batch, queries, k]
+  float* values;     // [batch, queries, k]
+  int64_t k;         // as in TopkParams
+};
+
+inline constexpr int64_t kIndexerMaxCandidateBlocks = int64_t{1} << 20;
+
+// Returns the largest number of candidate keys of a query, rounded up to a multiple of 4.
+constexpr int64_t indexer_candidate_keys(int64_t keys, int64_t slots, int64_t block_size) {
+  return ((slots < keys / block_size + 1 ? slots * block_size : keys) + 3) / 4 * 4;
+}
+
+// Returns the size of the lists and logits of one query in 32-bit words.
+constexpr int64_t indexer_candidates_row_words(int64_t keys, int64_t slots, int64_t block_size) {
+  const int64_t blocks = (keys + block_size - 1) / block_size;
+  return indexer_candidate_keys(keys, slots, block_size) + (slots < blocks ? slots : blocks) + 1;
+}
+
+cudaError_t launch_indexer_candidates(const IndexerCandidatesParams& params, cudaStream_t stream);
+
+// A block of keys: its largest logit among the keys that a query sees, and the first key that has
+// it. NaN counts as the largest.
+struct alignas(8) BlockScore {
+  float logit;
+  int32_t key;
+};
+
+inline constexpr int64_t kIndexerMaxBlocks = 16384;  // per list
+
+// Selection of blocks of keys. Blocks count from the start of a query, and their last one may have
+// fewer keys. The workspaces hold the scores of some queries at a time.
+struct IndexerBlockTopkParams {
+  // Without `weights`, every head has a list of its own: its logits are q . k, after the optional
+  // ReLU and times k_scale. `starts` may then be null for 0. With pages it must be, and the blocks
+  // are multiples of 64 keys. With `weights`, the heads of a query have one list, and `logits.out`
+  // is a workspace for the logits of `capacity` queries.
+  IndexerFwdParams logits;
+  BlockScore* scores;  // workspace for `capacity` queries: [queries, lists, blocks]
+  int64_t capacity;
+  int64_t block_size;    // 1 .. max(keys, 1)
+  int64_t sink_blocks;   // The first blocks and the last blocks with a logit above -inf (or NaN)
+  int64_t local_blocks;  // are selected before all others.
+  int32_t* indices;      // [batch, queries, lists, k]: ascending numbers of blocks, then -1
+  float* values;         // [batch, queries, lists, k]: their logits, then -inf
+  int32_t* keys;         // [batch, queries, lists, k]: the keys that have these logits, then -1
+  int64_t k;
+};
+
+// Returns the number of blocks of a list.
+constexpr int64_t indexer_blocks(int64_t keys, int64_t block_size) {
+  return (keys + block_size - 1) / block_size;
+}
+
+cudaError_t launch_indexer_block_topk(const IndexerBlockTopkParams& params, cudaStream_t stream);
+
 inline constexpr int kIndexerBwdMaxSlots = 8192;
 
 // Returns the size of `relu_mask` in 64-bit words for `tokens` = batch * queries.

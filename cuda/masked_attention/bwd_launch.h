@@ -19,7 +19,7 @@ template <int kKeys>
 cudaError_t plan_work_tiles(const MaskedAttentionBwdParams& p, const BwdWorkspace& w,
                             BwdTileScheduler* scheduler, Bounds* bounds, cudaStream_t stream) {
   if (scheduler->work_tiles > INT32_MAX - 4096) return cudaErrorInvalidValue;
-  DSA_RETURN_IF_CUDA_ERROR(find_bounds(p, w.queries, w.segments, bounds, stream));
+  DSA_RETURN_IF_CUDA_ERROR(find_bounds<kQueryTile>(p, w.queries, w.segments, bounds, stream));
   const int64_t blocks = ceil_div(scheduler->work_tiles, int64_t{kKeyBoundsThreads / 32});
   if (bounds->queries) {
     DSA_RETURN_IF_CUDA_ERROR(launch_blocks(

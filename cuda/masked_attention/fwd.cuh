@@ -5,17 +5,18 @@
 //   log_sum   = log sum over visible keys of exp(y - max_logit)
 //   out = sum over visible keys of exp(y - max_logit - log_sum) * v, times the sink's gate
 //
-// Tiling. A work tile is (batch, head, 128 queries). Persistent CTAs fetch work tiles from an
-// atomic counter, which balances uneven masks. Each work tile loops over tiles of 128 keys (64
-// where values are wide or scores have biases). Key tiles that no query sees are skipped, and the
-// scores of tiles that every query sees completely are not tested.
+// Tiling. A work tile is (batch, head, 128 queries), or 192 queries with up to 64 dims. Persistent
+// CTAs fetch work tiles from an atomic counter, which balances uneven masks. Each work tile loops
+// over tiles of 128 keys (64 where values are wide or scores have biases). Key tiles that no query
+// sees are skipped, and the scores of tiles that every query sees completely are not tested.
 //
 // Warpgroups.
-//   0, 1  MMA: 64 queries each; S = QK^T, softmax, O += PV
-//   2     producer: warp 0 schedules tiles, warp 1 issues TMA loads, warps 2 and 3 build the mask
+//   0, 1, and 2 with up to 64 dims
+//         MMA: 64 queries each; S = QK^T, softmax, O += PV
+//   last  producer: warp 0 schedules tiles, warp 1 issues TMA loads, warps 2 and 3 build the mask
 //         bits of partial tiles (fwd_producer.cuh)
-// The MMA warpgroups alternate by ping-pong barriers: one issues its MMAs (the next tile's QK^T,
-// then this tile's PV) while the other computes its softmax.
+// The MMA warpgroups take turns by ping-pong barriers: one issues its MMAs (the next tile's QK^T,
+// then this tile's PV) while the others compute their softmax.
 //
 // Running maximum. Probabilities are relative to a running maximum that is updated lazily: it moves
 // only when a score exceeds it by more than 8 in log2 units. The accumulators are then rarely
@@ -37,7 +38,7 @@
 namespace jax_dsa::masked_attention {
 
 template <typename Tr>
-__global__ void __launch_bounds__(kThreads, 1)
+__global__ void __launch_bounds__(Tr::kThreads, 1)
     fwd_kernel(const __grid_constant__ MaskedAttentionFwdParams p,
                const __grid_constant__ TileScheduler scheduler,
                const __grid_constant__ Bounds bounds, const __grid_constant__ CUtensorMap q_map,
@@ -49,8 +50,12 @@ __global__ void __launch_bounds__(kThreads, 1)
     mbarrier_init_fence();
   }
   __syncthreads();
-  const int warpgroup = threadIdx.x / 128;
-  if (warpgroup == 0) {
+  const int warpgroup = uniform(threadIdx.x / 128);
+  if (Tr::kWarpgroups > 2 && warpgroup < Tr::kWarpgroups) {
+    // One code for all warpgroups. Three codes do not fit in the instruction cache.
+    raise_registers<Tr::kConsumerRegisters>();
+    consume<Tr, kEither>(p, shared);
+  } else if (warpgroup == 0) {
     raise_registers<Tr::kConsumerRegisters>();
     consume<Tr, 0>(p, shared);
   } else if (warpgroup == 1) {

@@ -11,13 +11,14 @@ namespace jax_dsa::masked_attention {
 
 inline constexpr int kEither = -1;
 
-// The main loop of MMA warpgroup kWarpgroup. With kEither, both warpgroups run the same code.
+// The main loop of MMA warpgroup kWarpgroup. With kEither, all warpgroups run the same code.
 // Tr::Rows says what the rows of a work tile are.
 template <typename Tr, int kWarpgroup, typename Params>
 __device__ void consume(const Params& p, Shared<Tr>& shared) {
   constexpr int kScores = Tr::kKeys / 2, kSteps = Tr::kKeys / 16,
                 kQInRegisters = Tr::kQRegisterSteps;
-  const int warpgroup = kWarpgroup == kEither ? uniform(threadIdx.x / 128) : kWarpgroup;
+  const int own = static_cast<int>(threadIdx.x / 128);
+  const int warpgroup = kWarpgroup == kEither ? uniform(own) : kWarpgroup;
   const int lane = threadIdx.x % 32, warp = threadIdx.x / 32 % 4;
   // The thread's rows in the work tile, the second one eight rows below the first.
   const typename Tr::Rows tile_rows(p, warpgroup * 64 + warp * 16 + lane / 4);
@@ -86,8 +87,10 @@ __device__ void consume(const Params& p, Shared<Tr>& shared) {
     }
     wgmma_commit();
   };
-  const auto signal_other_warpgroup = [&] {
-    if constexpr (Tr::kUsePingPong) named_barrier_arrive<256>(kPingPong + 1 - warpgroup);
+  const auto signal_next_warpgroup = [&] {
+    if constexpr (!Tr::kUsePingPong) return;
+    const bool last = warpgroup == Tr::kWarpgroups - 1;
+    named_barrier_arrive<256>(kPingPong + (last ? 0 : warpgroup + 1));
   };
   // Processes the finished scores of a tile and frees its K buffer: bias, softcap, mask, softmax.
   // Returns whether the accumulator must be multiplied by `factor`. `last` tells whether the tile
@@ -155,8 +158,10 @@ __device__ void consume(const Params& p, Shared<Tr>& shared) {
                           place.second * (p.value_dim / 8), place.rows_left, p.value_dim);
   };
 
-  // The warpgroups alternate from the first tile to the last. Warpgroup 0 starts.
-  if (Tr::kUsePingPong && warpgroup == 1) named_barrier_arrive<256>(kPingPong + 0);
+  // The warpgroups take turns from the first tile to the last. Warpgroup 0 starts.
+  if (Tr::kUsePingPong && warpgroup == Tr::kWarpgroups - 1) {
+    named_barrier_arrive<256>(kPingPong + 0);
+  }
   for (;; q_parity ^= 1) {
     mbarrier_wait(&shared.q_full, q_parity);
     const WorkTile work_tile = shared.work_tile;
@@ -172,7 +177,7 @@ __device__ void consume(const Params& p, Shared<Tr>& shared) {
 
     bool last;
     start_scores();
-    signal_other_warpgroup();
+    signal_next_warpgroup();
     wgmma_wait<0>();
     use_scores(last);
     pack();
@@ -180,7 +185,7 @@ __device__ void consume(const Params& p, Shared<Tr>& shared) {
     while (!last) {
       start_scores();
       start_values(accumulate);
-      signal_other_warpgroup();
+      signal_next_warpgroup();
       wgmma_wait<1>();
       const bool rescale = use_scores(last);
       finish_values();

@@ -15,13 +15,30 @@ namespace jax_dsa::masked_attention {
 
 inline constexpr int kStagingBytes = 1024;  // bytes of a warp's staging buffer for outputs
 
+// The MMA warpgroups of a kernel, which have 64 rows of a work tile each. One more warpgroup is the
+// producer.
+template <int kWarpgroups_>
+struct MmaWarpgroups {
+  static constexpr int kWarpgroups = kWarpgroups_;
+  static constexpr int kRows = 64 * kWarpgroups;  // of a work tile
+  static constexpr int kConsumerWarps = 4 * kWarpgroups;
+  static constexpr int kThreads = 128 * (kWarpgroups + 1);
+};
+
+// Returns how many MMA warpgroups fit. With 64 dims the exponentials take as long as the products.
+// While one warpgroup of three issues its products, two compute exponentials.
+constexpr int forward_warpgroups(int dim, int value_dim, bool bias) {
+  return dim <= 64 && value_dim <= 64 && !bias ? 3 : 2;
+}
+
 // Returns how many 16-dim steps of Q a warpgroup keeps in registers. Each step saves 2 KiB of
 // shared-memory reads per key tile and costs four registers per thread.
-constexpr int q_register_steps(int dim, int value_dim, bool bias) {
+constexpr int q_register_steps(int dim, int value_dim, bool bias, int warpgroups) {
+  if (warpgroups > 2) return 0;
   return dim + value_dim <= 256 ? dim / 16 : value_dim > 128 && !bias ? 4 : 0;
 }
 
-// A work tile: 128 rows of one head, from `query` on.
+// A work tile: consecutive rows of one head, from `query` on.
 struct WorkTile {
   int batch, head, query;
   bool done;      // there are no more work tiles
@@ -35,8 +52,9 @@ struct RowPlace {
   int rows_left;   // the first row exists if this is positive, the second one if it exceeds 8
 };
 
-// The rows of a work tile of masked attention: consecutive queries. `row` is a thread's first row;
-// its second one is eight rows below.
+// The rows of a work tile of masked attention: kRows consecutive queries. `row` is a thread's first
+// row; its second one is eight rows below.
+template <int kRows>
 struct QueryRows {
   int row;
 
@@ -51,7 +69,7 @@ struct QueryRows {
   __device__ RowPlace place(const MaskedAttentionFwdParams& p, const WorkTile& x) const {
     const int64_t token = int64_t{x.batch} * p.queries + x.query + row;
     return {token * p.heads + x.head, int64_t{8} * p.heads,
-            static_cast<int>(min(p.queries - x.query, int64_t{kQueryTile})) - row};
+            static_cast<int>(min(p.queries - x.query, int64_t{kRows})) - row};
   }
 };
 
@@ -59,11 +77,13 @@ struct NoExtra {};
 
 // kD: maximum dim of queries and keys. kE: maximum dim of values. kGeneral: scores have a bias or a
 // softcap, or a scale that is not positive. kBias: scores have a bias, which implies kGeneral.
-// kUsePingPong: the two MMA warpgroups alternate between MMA and softmax.
+// kUsePingPong: the MMA warpgroups take turns in issuing their MMAs.
 template <DType kType_, int kD_, int kE_, bool kGeneral_, bool kBias_ = false,
-          int kQRegisterSteps_ = q_register_steps(kD_, kE_, kBias_), bool kUsePingPong_ = true>
-struct FwdTraits {
-  using Rows = QueryRows;
+          int kWarpgroups_ = forward_warpgroups(kD_, kE_, kBias_),
+          int kQRegisterSteps_ = q_register_steps(kD_, kE_, kBias_, kWarpgroups_),
+          bool kUsePingPong_ = true>
+struct FwdTraits : MmaWarpgroups<kWarpgroups_> {
+  using Rows = QueryRows<64 * kWarpgroups_>;
   using Extra = NoExtra;  // what the kernel has in shared memory beside `Shared`
   static constexpr DType kType = kType_;
   static constexpr int kD = kD_, kE = kE_;
@@ -72,7 +92,7 @@ struct FwdTraits {
   static_assert(kGeneral || !kBias);
   static constexpr int kKeys = kE > 128 || kBias ? 64 : 128;  // keys per tile
   static constexpr int kDBlocks = ceil_div(kD, 64), kEBlocks = ceil_div(kE, 64);
-  static constexpr int kQBlockBytes = kQueryTile * 128, kKeyBlockBytes = kKeys * 128;
+  static constexpr int kQBlockBytes = 64 * kWarpgroups_ * 128, kKeyBlockBytes = kKeys * 128;
   static constexpr int kStages = kD + kE <= 128 ? 4 : kBias && kE <= 128 ? 3 : 2;
   static constexpr int kBiasBuffers = !kBias ? 0 : kE > 128 ? 1 : kStages;
   // Number of entries of the tile queue. It exceeds the number of stages by two, so that the mask
@@ -80,8 +100,9 @@ struct FwdTraits {
   static constexpr int kQueued = ceil_div(kStages + 2, 2) * 2;
   static constexpr int kQRegisterSteps = kQRegisterSteps_;
   static constexpr bool kUsePingPong = kUsePingPong_;
-  static constexpr int kConsumerRegisters = 224, kProducerRegisters = 56;
-  static_assert(registers_fit(1, 2, kConsumerRegisters, kProducerRegisters));
+  static constexpr int kConsumerRegisters = kWarpgroups_ > 2 ? 160 : 224;
+  static constexpr int kProducerRegisters = kWarpgroups_ > 2 ? 32 : 56;
+  static_assert(registers_fit(1, kWarpgroups_, kConsumerRegisters, kProducerRegisters));
 };
 
 // Barrier 0 is __syncthreads.
@@ -89,7 +110,6 @@ enum NamedBarrier {
   kPingPong = 1,  // kPingPong + i: warpgroup i may issue its MMAs
 };
 
-inline constexpr int kConsumerWarps = 8;
 inline constexpr int kMaskWarps = 2;  // warps that build mask bits
 
 // A key tile of a work tile, as an entry of the tile queue. A work tile without visible keys also
@@ -114,11 +134,11 @@ struct alignas(1024) Shared {
   uint8_t q[Tr::kDBlocks][Tr::kQBlockBytes];
   uint8_t k[Tr::kStages][Tr::kDBlocks][Tr::kKeyBlockBytes];
   uint8_t v[Tr::kStages][Tr::kEBlocks][Tr::kKeyBlockBytes];
-  uint8_t out[8][kStagingBytes];
-  [[no_unique_address]] BiasBuffers<Tr::kBiasBuffers, kQueryTile, Tr::kKeys / 64> bias;
+  uint8_t out[Tr::kConsumerWarps][kStagingBytes];
+  [[no_unique_address]] BiasBuffers<Tr::kBiasBuffers, Tr::kRows, Tr::kKeys / 64> bias;
   // Mask bits of the partial tiles in the queue, and one bit per key that no query of the tile
   // sees.
-  uint32_t bits[Tr::kQueued][kQueryTile][Tr::kKeys / 32];
+  uint32_t bits[Tr::kQueued][Tr::kRows][Tr::kKeys / 32];
   uint32_t unseen[Tr::kQueued][Tr::kKeys / 32];
   QueuedTile queue[Tr::kQueued];
   Stage stage[Tr::kStages];
@@ -140,23 +160,23 @@ struct alignas(1024) Shared {
 template <typename Tr>
 __device__ void init_barriers(Shared<Tr>& shared) {
   mbarrier_init(&shared.q_full, 1);
-  mbarrier_init(&shared.q_free, kConsumerWarps);
+  mbarrier_init(&shared.q_free, Tr::kConsumerWarps);
   for (int i = 0; i < Tr::kQueued; ++i) {
     mbarrier_init(&shared.tile_queued[i], 1);
     mbarrier_init(&shared.bits_built[i], 1);
-    mbarrier_init(&shared.tile_released[i], kConsumerWarps + 2);
+    mbarrier_init(&shared.tile_released[i], Tr::kConsumerWarps + 2);
   }
   for (int i = 0; i < Tr::kStages; ++i) {
     mbarrier_init(&shared.k_full[i], 1);
-    mbarrier_init(&shared.k_free[i], kConsumerWarps);
+    mbarrier_init(&shared.k_free[i], Tr::kConsumerWarps);
     mbarrier_init(&shared.v_full[i], 1);
     mbarrier_init(&shared.cleared[i], 1);
-    mbarrier_init(&shared.v_free[i], kConsumerWarps);
+    mbarrier_init(&shared.v_free[i], Tr::kConsumerWarps);
   }
   if constexpr (Tr::kBias) {
     for (int i = 0; i < Tr::kBiasBuffers; ++i) {
       mbarrier_init(&shared.bias.full[i], 1);
-      mbarrier_init(&shared.bias.free[i], kConsumerWarps);
+      mbarrier_init(&shared.bias.free[i], Tr::kConsumerWarps);
     }
   }
 }

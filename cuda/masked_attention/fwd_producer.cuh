@@ -33,7 +33,7 @@ __device__ void schedule_tiles(const MaskedAttentionFwdParams& p, const TileSche
     }
     const QueryBounds* const q =
         bounds.queries ? bounds.queries + int64_t{work_tile.batch} * scheduler.query_tiles +
-                             work_tile.query / kQueryTile
+                             work_tile.query / Tr::kRows
                        : nullptr;
     const SegmentBounds* const segments =
         bounds.segments ? bounds.segments + int64_t{work_tile.batch} * ceil_div(keys, kKeyTile)
@@ -126,7 +126,7 @@ __device__ void load_tiles(Shared& shared, const Loader& loader) {
         } else {
           mbarrier_arrive(&shared.q_full);
           // The consumers skip this queue entry, so arrive on their behalf.
-          mbarrier_arrive(&shared.tile_released[place.index], 1 + kConsumerWarps);
+          mbarrier_arrive(&shared.tile_released[place.index], 1 + Tr::kConsumerWarps);
         }
       }
       if (work_tile.done) return;
@@ -171,7 +171,8 @@ __device__ void load_tiles(Shared& shared, const Loader& loader) {
 // Mask warps: build the mask bits of partial tiles. The two warps alternate between queue slots.
 template <typename Tr>
 __device__ void build_mask_bits(const MaskedAttentionFwdParams& p, Shared<Tr>& shared, int warp) {
-  constexpr int kWords = Tr::kKeys / 32, kRows = kQueryTile / 32;
+  // Each step has this many queries per lane, so that their bits fit in the registers.
+  constexpr int kWords = Tr::kKeys / 32, kRows = Tr::kWarpgroups > 2 ? 2 : 4;
   const int lane = threadIdx.x % 32, keys = static_cast<int>(p.keys);
   for (RingPlace<Tr::kQueued> place = {warp, 0};; place = place + kMaskWarps) {
     const int at = place.index;
@@ -180,20 +181,26 @@ __device__ void build_mask_bits(const MaskedAttentionFwdParams& p, Shared<Tr>& s
     const WorkTile& work_tile = x.work_tile;
     if (work_tile.done) return;
     if (x.partial) {
-      uint32_t bits[kRows][kWords];
-      query_bits<Tr::kKeys>(p.mask, x.map, work_tile.batch, work_tile.query, p.queries, x.key, keys,
-                            bits);
+      uint32_t seen[kWords] = {};
+#pragma unroll 1
+      for (int row = 0; row < Tr::kRows; row += kRows * 32) {
+        uint32_t bits[kRows][kWords];
+        query_bits<Tr::kKeys>(p.mask, x.map, work_tile.batch, work_tile.query + row, p.queries,
+                              x.key, keys, bits);
+#pragma unroll
+        for (int w = 0; w < kWords; ++w) {
+#pragma unroll
+          for (int r = 0; r < kRows; ++r) {
+            shared.bits[at][row + r * 32 + lane][w] = bits[r][w];
+            seen[w] |= bits[r][w];
+          }
+        }
+      }
 #pragma unroll
       for (int w = 0; w < kWords; ++w) {
-        uint32_t seen = 0;
-#pragma unroll
-        for (int r = 0; r < kRows; ++r) {
-          shared.bits[at][r * 32 + lane][w] = bits[r][w];
-          seen |= bits[r][w];
-        }
-        seen = __reduce_or_sync(~0u, seen);
+        const uint32_t any = __reduce_or_sync(~0u, seen[w]);
         // TMA fills rows beyond the last key with zeros already.
-        if (lane == w) shared.unseen[at][w] = low_bits(keys - x.key - 32 * w) & ~seen;
+        if (lane == w) shared.unseen[at][w] = low_bits(keys - x.key - 32 * w) & ~any;
       }
     }
     __syncwarp();

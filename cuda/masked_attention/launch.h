@@ -8,18 +8,20 @@
 
 namespace jax_dsa::masked_attention {
 
-// Launches the kernel that computes the bounds of all query tiles and key tiles, and sets `bounds`
-// to the arrays that it fills. An array that the mask does not need stays null.
-template <typename Params>
+// Launches the kernel that computes the bounds of all tiles of kQueries queries and of all key
+// tiles, and sets `bounds` to the arrays that it fills. An array that the mask does not need stays
+// null.
+template <int kQueries, typename Params>
 cudaError_t find_bounds(const Params& p, QueryBounds* query_bounds, SegmentBounds* segment_bounds,
                         Bounds* bounds, cudaStream_t stream) {
-  const int64_t queries = bounded_query_tiles(p), keys = bounded_key_tiles(p);
+  const int64_t queries = bounded_query_tiles<kQueries>(p), keys = bounded_key_tiles(p);
   bounds->queries = queries > 0 ? query_bounds : nullptr;
   bounds->segments = keys > 0 ? segment_bounds : nullptr;
   if (queries + keys == 0) return cudaSuccess;
   if (queries + keys > INT32_MAX) return cudaErrorInvalidValue;
-  return launch_blocks(bounds_kernel, queries + keys, kBoundsThreads, sizeof(BoundsShared), stream,
-                       p.mask, p.batch, p.queries, p.keys, query_bounds, segment_bounds);
+  return launch_blocks(bounds_kernel<kQueries>, queries + keys, kQueries,
+                       sizeof(BoundsShared<kQueries>), stream, p.mask, p.batch, p.queries, p.keys,
+                       query_bounds, segment_bounds);
 }
 
 inline CUtensorMapDataType map_type(DType dtype) {

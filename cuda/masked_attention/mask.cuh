@@ -10,8 +10,7 @@
 
 namespace jax_dsa::masked_attention {
 
-inline constexpr int kThreads = 384;    // threads of the main kernels: three warpgroups
-inline constexpr int kQueryTile = 128;  // queries of the tiles that have QueryBounds
+inline constexpr int kQueryTile = 128;  // queries of the backward pass's tiles with QueryBounds
 inline constexpr int kKeyTile = 128;
 
 // Bounds on what the queries of a tile see. A query with an empty range contributes to max_start
@@ -36,10 +35,10 @@ __host__ __device__ inline bool has_query_bounds(const AttentionMask& m) {
   return m.starts || m.ends || m.q_segments || m.map_rows;
 }
 
-// Return how many query tiles and key tiles need bounds.
-template <typename Params>
+// Return how many tiles of kQueries queries and how many key tiles need bounds.
+template <int kQueries = kQueryTile, typename Params>
 int64_t bounded_query_tiles(const Params& p) {
-  return has_query_bounds(p.mask) ? p.batch * ceil_div(p.queries, int64_t{kQueryTile}) : 0;
+  return has_query_bounds(p.mask) ? p.batch * ceil_div(p.queries, int64_t{kQueries}) : 0;
 }
 template <typename Params>
 int64_t bounded_key_tiles(const Params& p) {
@@ -48,24 +47,26 @@ int64_t bounded_key_tiles(const Params& p) {
 
 // ---- bounds ------------------------------------------------------------------------------------
 
-inline constexpr int kBoundsThreads = kQueryTile;
-
+template <int kThreads>
 struct BoundsShared {
-  int warp_min[kBoundsThreads / 32][4], warp_max[kBoundsThreads / 32][4];  // one entry per warp
+  int warp_min[kThreads / 32][4], warp_max[kThreads / 32][4];  // one entry per warp
 };
 
-// Each CTA computes the bounds of one query tile, or the segment bounds of one key tile.
-static __global__ void __launch_bounds__(kBoundsThreads)
+// Each CTA computes the bounds of one tile of kQueries queries, or the segment bounds of one key
+// tile.
+template <int kQueries>
+static __global__ void __launch_bounds__(kQueries)
     bounds_kernel(const __grid_constant__ AttentionMask m, int64_t batch, int64_t queries,
                   int64_t keys, QueryBounds* query_bounds, SegmentBounds* segment_bounds) {
-  auto& shared = dynamic_shared<BoundsShared>();
-  const int64_t query_tiles = ceil_div(queries, int64_t{kQueryTile});
+  static_assert(kQueries >= kKeyTile);
+  auto& shared = dynamic_shared<BoundsShared<kQueries>>();
+  const int64_t query_tiles = ceil_div(queries, int64_t{kQueries});
   const int64_t key_tiles = ceil_div(keys, int64_t{kKeyTile});
   const bool is_query_tile = blockIdx.x < batch * query_tiles;
   const int64_t index = is_query_tile ? blockIdx.x : blockIdx.x - batch * query_tiles;
   const int64_t tiles = is_query_tile ? query_tiles : key_tiles;
   const int64_t batch_index = index / tiles, tile = index - batch_index * tiles;
-  const int64_t at = tile * kQueryTile + threadIdx.x;
+  const int64_t at = tile * (is_query_tile ? kQueries : kKeyTile) + threadIdx.x;
 
   // Minima and maxima of start, end, segment and map row.
   int low[4] = {INT_MAX, INT_MAX, INT_MAX, INT_MAX}, high[4] = {INT_MIN, INT_MIN, INT_MIN, INT_MIN};
@@ -79,7 +80,7 @@ static __global__ void __launch_bounds__(kBoundsThreads)
     if (m.map_rows) {
       low[3] = high[3] = m.map_rows[batch_index * m.map_rows_stride + at] / m.block_q;
     }
-  } else if (!is_query_tile && at < keys) {
+  } else if (!is_query_tile && threadIdx.x < kKeyTile && at < keys) {
     low[2] = high[2] = m.kv_segments[batch_index * keys + at];
   }
   const int warp = threadIdx.x / 32;
@@ -92,7 +93,7 @@ static __global__ void __launch_bounds__(kBoundsThreads)
   if (threadIdx.x > 0) return;
 #pragma unroll
   for (int i = 0; i < 4; ++i) {
-    for (int w = 0; w < kBoundsThreads / 32; ++w) {
+    for (int w = 0; w < kQueries / 32; ++w) {
       low[i] = min(low[i], shared.warp_min[w][i]);
       high[i] = max(high[i], shared.warp_max[w][i]);
     }

@@ -15,7 +15,7 @@ cudaError_t launch_portable(const MaskedAttentionFwdParams& p, const Device& dev
   auto* const queries = static_cast<QueryBounds*>(p.workspace);
   auto* const segments = reinterpret_cast<SegmentBounds*>(queries + bounded_query_tiles(p));
   Bounds bounds;
-  DSA_RETURN_IF_CUDA_ERROR(find_bounds(p, queries, segments, &bounds, stream));
+  DSA_RETURN_IF_CUDA_ERROR(find_bounds<kQueryTile>(p, queries, segments, &bounds, stream));
   DSA_RETURN_IF_CUDA_ERROR(prefer_shared_memory(portable_fwd_kernel<Tr>, kMaxSharedBytes / 1024));
   return launch_blocks(portable_fwd_kernel<Tr>, scheduler.work_tiles, Tr::kThreads,
                        sizeof(PortableFwdShared<Tr>), stream, p, scheduler, bounds);

@@ -99,6 +99,10 @@ struct ValidKeyRows {
   }
 };
 
+// Whether the key rows of a tile come with factors of their values.
+template <typename Rows>
+inline constexpr bool kHasValueFactor = requires(Rows rows) { rows.value_factor; };
+
 // Reduces x of each head over the lanes and warps that hold its keys.
 template <int kN, typename Combine>
 __device__ __forceinline__ void reduce_over_keys(float (&x)[kN / 4], float (&exchange)[4][kN],
@@ -147,7 +151,8 @@ __device__ __forceinline__ void free_as_completed(F free) {
 // Runs the MMA warpgroup over the CTA's work tiles. As for `consume` in consumer.cuh, functions in
 // the namespace of `Work` say which work tiles there are and what becomes of scores and results:
 //   work_tile_count(work), first_work_tile(work), work_tile_step(work), lazy_margin(work)
-//   valid_key_rows(work, shared, valid_stage, warp, lane)    which of the thread's keys are valid
+//   valid_key_rows(work, shared, valid_stage, warp, lane)    which of the thread's keys are valid;
+//                  with a member value_factor[2], the factors of their values
 //   mask_scores(work, rows, scale_log2, s)
 //   write_few_results(work, work_index, tiles, o, columns, shared)
 template <typename Tr, typename Work, typename Notes>
@@ -156,6 +161,7 @@ __device__ void consume_few(const Work& work, FewShared<Tr, Notes>& shared) {
                 kTileBlocks = Tr::kTileBlocks;
   constexpr int kThreadHeads = HeadColumns<kN>::kHeadsPerThread;
   using Place = RingPlace<Tr::kRingBlocks>;
+  using KeyRows = decltype(valid_key_rows(work, shared, 0, 0, 0));
   const int lane = threadIdx.x % 32, warp = threadIdx.x / 32 % 4;
   const int work_tiles = work_tile_count(work);
   const uint64_t q = k_major_descriptor(smem_address(shared.q));
@@ -178,7 +184,7 @@ __device__ void consume_few(const Work& work, FewShared<Tr, Notes>& shared) {
   // Stores P^T relative to the running maxima in shared memory and waits for the P^T of the other
   // warps. Returns whether any warp has a score that exceeds its running maximum by too much. The
   // maximum is subtracted before the product with log2(e), see kExactBaseLimit.
-  const auto store_probabilities = [&](float (&sum)[kThreadHeads]) {
+  const auto store_probabilities = [&](const KeyRows& rows, float (&sum)[kThreadHeads]) {
     uint32_t packed[kThreadHeads];
     bool exceeds = false;
 #pragma unroll
@@ -192,6 +198,7 @@ __device__ void consume_few(const Work& work, FewShared<Tr, Notes>& shared) {
         exceeds |= s[i + j] > columns.running_max[head] + lazy_margin(work);
         x[j] = exp2_approx((s[i + j] - finite_max(columns.running_max[head])) * kLog2E);
         sum[head] += x[j];
+        if constexpr (kHasValueFactor<KeyRows>) x[j] *= rows.value_factor[i / 2 % 2];
       }
       packed[i / 2] = pack_bf16(x[0], x[1]);
     }
@@ -237,7 +244,7 @@ __device__ void consume_few(const Work& work, FewShared<Tr, Notes>& shared) {
     for (int tile = 0; tile < tiles; ++tile, ++tile_count) {
       const uint32_t valid_stage = tile_count % Tr::kValidStages;
       mbarrier_wait(&shared.valid_full[valid_stage], tile_count / Tr::kValidStages % 2);
-      const auto rows = valid_key_rows(work, shared, valid_stage, warp, lane);
+      const KeyRows rows = valid_key_rows(work, shared, valid_stage, warp, lane);
 #pragma unroll
       for (int i = 0; i < Tr::kScoreBlocks; ++i) {
         const Place place = at + i;
@@ -261,9 +268,9 @@ __device__ void consume_few(const Work& work, FewShared<Tr, Notes>& shared) {
       // Wait until all four warps have multiplied with the last tile's P.
       mbarrier_wait(&shared.free[last.index], last.parity);
       float sum[kThreadHeads];
-      if (store_probabilities(sum)) {
+      if (store_probabilities(rows, sum)) {
         raise_running_max();
-        store_probabilities(sum);
+        store_probabilities(rows, sum);
       }
 #pragma unroll
       for (int i = 0; i < kThreadHeads; ++i) columns.sum[i] += sum[i];

@@ -42,7 +42,7 @@ bool valid(const MqaDecodeParams& p) {
   if (p.queries * p.batch * p.heads > INT32_MAX || p.keys > INT32_MAX - kTile) return false;
   if (p.v ? p.value_dim != p.dim : p.value_dim != kMlaValueDim) return false;
   if (p.records && (p.v || p.dim != 576)) return false;
-  if (p.page_table == nullptr) return !p.group_tables && !p.cuts;
+  if (p.page_table == nullptr) return true;
   return p.page_size > 0 && p.pages >= 0 && p.page_slots >= 0 &&
          int64_t{p.pages} * p.page_size <= INT32_MAX &&
          p.keys == int64_t{p.page_slots} * p.page_size &&

@@ -2,7 +2,7 @@
 #pragma once
 
 #include "common/launch.cuh"
-#include "mqa_decode/combine.cuh"
+#include "mqa_decode/plan.cuh"
 
 namespace jax_dsa::mqa_decode {
 
@@ -20,10 +20,7 @@ cudaError_t launch_kernel(void (*kernel)(Decode), const TunedParams& params, int
   const int64_t ctas = int64_t{p.cta_groups} * p.cta_group_size;
   const cudaError_t e = launch_blocks(kernel, ctas, threads, sizeof(Shared), stream, p);
   if (e != cudaSuccess || p.cta_groups == 1) return e;
-  const auto combine =
-      kWide || p.value_dim % 256 == 0 ? combine_kernel<kWide, 2> : combine_kernel<kWide, 1>;
-  return launch_pdl(combine, int64_t{kCombineCtasPerSm} * device.num_sms, kCombineThreads,
-                    sizeof(CombineShared), stream, p, tile_rows);
+  return launch_combine(p, tile_rows, kWide, stream);
 }
 
 }  // namespace jax_dsa::mqa_decode

@@ -23,10 +23,7 @@ struct MqaDecodeParams {
   const int32_t* ends;        // [batch, queries]
   const float* sinks;         // [batch, heads], or [heads] with sinks_stride = 0, or null
   const int32_t* page_table;  // [batch, page_slots]: entry r is the page of tokens r * page_size
-                              // and on; any value outside 0..pages-1 means no page. Null: flat.
-                              // [batch, groups, page_slots] if `group_tables`
-  const int32_t* cuts;        // [batch], or null: an entry pages + x of the page table means the
-                              // first cuts[b] keys of page x
+                              // and on; any value outside 0..pages-1 means no page. Null: flat
   void* out;                  // [batch, queries, heads, value_dim], bf16; float32 if `out_float`
   float* max_logit;      // [batch, queries, heads]: the largest score if `exact_max`, otherwise
                          // a number at most log(2^8) smaller; -inf for a row without a key
@@ -49,8 +46,7 @@ struct MqaDecodeParams {
   int page_size;
   int page_slots;
   int sinks_stride = 0;
-  float scale;                // > 0
-  bool group_tables = false;  // each KV head group has a page table of its own
+  float scale;  // > 0
   bool out_float = false;
   bool exact_max = false;
 };

@@ -350,4 +350,8 @@ struct SplitIterator {
   }
 };
 
+// Launches the kernel that combines the splits of work tiles of `tile_rows` rows (combine.cuh). It
+// may start under programmatic dependent launch.
+cudaError_t launch_combine(const Decode& p, int tile_rows, bool wide, cudaStream_t stream);
+
 }  // namespace jax_dsa::mqa_decode

@@ -85,16 +85,13 @@ __device__ float lazy_margin(const Work<Shared>& w) {
 struct KeyLocator {
   const Decode& p;
   const int32_t* table;  // the page table, or null
-  int cut;               // keys of a page that is listed with fewer keys
   VisibleKeys visible;
   int first_key;
   int64_t rows_before;  // rows before the request's first row
 
   __device__ KeyLocator(const Decode& p, const SplitIterator& iterator)
       : p(p),
-        table(p.page_table ? p.page_table + table_index(p, iterator.split) * p.page_slots
-                           : nullptr),
-        cut(p.cuts ? __ldg(p.cuts + iterator.split.batch) : 0),
+        table(p.page_table ? p.page_table + int64_t{iterator.split.batch} * p.page_slots : nullptr),
         visible(iterator.visible),
         first_key(iterator.first_key),
         rows_before(iterator.split.batch * p.batch_rows) {}
@@ -111,14 +108,7 @@ struct KeyLocator {
   __device__ int row(int i, int page) const {
     const int key = first_key + i;
     if (!table) return page < 0 ? -1 : key;
-    const int offset = key % p.page_size;
-    if (page >= p.pages && offset < cut) page -= p.pages;
-    return page >= 0 && page < p.pages ? page * p.page_size + offset : -1;
-  }
-
- private:
-  __device__ static int64_t table_index(const Decode& p, const KvSplit& split) {
-    return p.group_tables ? int64_t{split.batch} * p.groups + split.group : split.batch;
+    return page >= 0 && page < p.pages ? page * p.page_size + key % p.page_size : -1;
   }
 };
 

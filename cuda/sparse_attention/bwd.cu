@@ -41,13 +41,24 @@ cudaError_t launch_delta(const SparseAttentionBwdParams& p, float* delta, cudaSt
   return launch_blocks(delta_kernel<kType>, blocks, kDeltaThreads, 0, stream, p, delta);
 }
 
+// Returns the number of ranges of queries of which the L2 cache holds q and dout of a KV head,
+// beside other data.
+int num_ranges(const SparseAttentionBwdParams& p, int64_t l2_bytes, int chunks) {
+  const int64_t bytes = p.queries * (p.heads / p.groups) * (p.dim + p.value_dim) * 2;
+  const int64_t most = std::min(kMaxRanges, chunks);
+  return static_cast<int>(std::clamp(ceil_div(bytes, l2_bytes / 3 + 1), int64_t{1}, most));
+}
+
 // Launches the kernels that build the inverse lists. A step of the main kernel has `step_entries`
 // entries.
 cudaError_t build_inverse_lists(const SparseAttentionBwdParams& p, const TileLists& unions,
                                 const InverseLists& inverse, int step_entries,
                                 cudaStream_t stream) {
   const int64_t blocks = p.batch * p.groups * inverse.chunks;
-  if (blocks > INT32_MAX || inverse.tiles > INT32_MAX - kParts) return cudaErrorInvalidValue;
+  if (blocks > INT32_MAX || inverse.tiles > (INT32_MAX - kParts) / kMaxRanges)
+    return cudaErrorInvalidValue;
+  Device device;
+  DSA_RETURN_IF_CUDA_ERROR(current_device(&device));
   DSA_RETURN_IF_CUDA_ERROR(clear(inverse.cursors, inverse.tiles * inverse.chunks * 4, stream));
   DSA_RETURN_IF_CUDA_ERROR(launch_blocks(inverse_kernel<false>, blocks, kInverseThreads,
                                          kMaxTileQueries * 4, stream, p, unions, inverse));
@@ -55,7 +66,8 @@ cudaError_t build_inverse_lists(const SparseAttentionBwdParams& p, const TileLis
                                          ceil_div(inverse.tiles, int64_t{kInverseThreads}),
                                          kInverseThreads, 0, stream, inverse));
   DSA_RETURN_IF_CUDA_ERROR(launch_blocks(plan_kernel, 1, kPlanThreads, kPlanThreads / 32 * 8,
-                                         stream, inverse, step_entries));
+                                         stream, inverse, step_entries,
+                                         num_ranges(p, device.l2_bytes, inverse.chunks)));
   return launch_blocks(inverse_kernel<true>, blocks, kInverseThreads, kMaxTileQueries * 4, stream,
                        p, unions, inverse);
 }
@@ -78,8 +90,8 @@ cudaError_t launch_dq(const SparseAttentionBwdParams& params, const BwdWorkspace
   DSA_RETURN_IF_CUDA_ERROR(encode_keys(&k_map, p, p.k, p.dim, box));
   DSA_RETURN_IF_CUDA_ERROR(encode_keys(&v_map, p, p.v, p.value_dim, box));
   return launch_persistent<masked_attention::Shared<Tr>>(
-      dq_kernel<Tr>, scheduler.work_tiles, masked_attention::kThreads, stream, p, scheduler,
-      w.unions, w.delta, w.dq_tile_counter, q_map, dout_map, k_map, v_map);
+      dq_kernel<Tr>, scheduler.work_tiles, Tr::kThreads, stream, p, scheduler, w.unions, w.delta,
+      w.dq_tile_counter, q_map, dout_map, k_map, v_map);
 }
 
 // Computes dK and dV from the unions and delta.

@@ -37,7 +37,7 @@ struct DqExtra {
 };
 
 template <DType kType_, int kD_, int kE_>
-struct DqTraits {
+struct DqTraits : masked_attention::MmaWarpgroups<2> {
   static constexpr DType kType = kType_;
   static constexpr int kD = kD_, kE = kE_;
   static constexpr bool kWide = kD > 192 || kE > 128;
@@ -209,7 +209,7 @@ __device__ void consume_dq(const DqCall& p, const float* delta,
 }
 
 template <typename Tr>
-__global__ void __launch_bounds__(masked_attention::kThreads, 1)
+__global__ void __launch_bounds__(Tr::kThreads, 1)
     dq_kernel(const __grid_constant__ DqCall p,
               const __grid_constant__ masked_attention::TileScheduler scheduler,
               const __grid_constant__ TileLists lists, const float* delta, unsigned* tile_counter,

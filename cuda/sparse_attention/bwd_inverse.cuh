@@ -8,6 +8,11 @@
 // entries per key tile, the sums of all counts are the places of the entries, and each chunk writes
 // its entries there. The entries of a key tile are in ascending order of queries, and their order
 // is always the same.
+//
+// Work items. The queries are divided into ranges of several chunks. The items of the first range
+// of all key tiles come before those of the second range, and so on. CTAs that run at the same time
+// thus read rows of the same queries, which the L2 cache holds. And when a CTA takes an item, the
+// part of the list before it was usually finished long ago.
 #pragma once
 
 #include <algorithm>
@@ -24,9 +29,15 @@ inline constexpr int kInverseThreads = 256;
 inline constexpr int kPlanThreads = 1024;
 // About how many CTAs build the lists. Each of them processes a chunk of the queries of a KV head.
 inline constexpr int kInverseBlocks = 1024;
-// A key tile whose list is longer than the total divided by this is processed in parts.
-inline constexpr int kParts = 1024;
+// A key tile whose list is longer than the total divided by kParts is processed in parts. Parts of
+// a list wait for each other. Where the key tiles alone keep the GPU busy, only lists that are
+// longer than the total divided by kPartsOfManyTiles are broken up.
+inline constexpr int kParts = 1024, kPartsOfManyTiles = 256;
 inline constexpr int kMinPartSteps = 8;  // a part has at least this many steps
+inline constexpr int kMaxRanges = 16;
+// The part of a list in a range has on average at least so many steps. Each part costs reading and
+// writing the sums of a key tile, which is as much as the rows of two to four steps.
+inline constexpr int kMinRangeSteps = 16;
 
 // Where the lists of all key tiles are, and how they are divided among CTAs. Filled on the GPU.
 struct InversePlan {
@@ -34,7 +45,8 @@ struct InversePlan {
   unsigned items;
 };
 
-// A work item: part `part` of the list of a key tile, `entries` entries from `first` on.
+// A work item: part `part` of the list of a key tile, `entries` entries from `first` on. A part
+// does not extend past its range.
 struct InverseItem {
   int64_t first;
   int32_t tile, part, entries;
@@ -43,12 +55,13 @@ struct InverseItem {
 
 // The lists, in the workspace. Key tile i of KV head g in batch entry b has the number
 // (b * groups + g) * key_tiles + i. The workspace has 12 bytes for each entry that there may be,
-// see max_entries, and less than 4 KiB + 128 bytes for each key tile.
+// see max_entries, and less than 4 KiB + 512 bytes for each key tile.
 struct InverseLists {
   InversePlan* plan;
-  InverseItem* items;  // [tiles + kParts]
+  InverseItem* items;  // [kMaxRanges * tiles + kParts]
   int32_t* counts;     // [tiles]: entries of a list
   int64_t* starts;     // [tiles]: the first entry of a list
+  int32_t* parts;      // [tiles]: parts of a list
   // [tiles, 8]: parts that the warps of the main kernel have added to the sums.
   uint32_t* parts_added;
   // [batch * groups, chunks, key_tiles]: number of entries, then where the next one goes.
@@ -75,9 +88,10 @@ struct InverseLists {
       at += ceil_div(size * int64_t{sizeof(T)}, int64_t{128}) * 128;
     };
     take(plan, 1);
-    take(items, tiles + kParts);
+    take(items, kMaxRanges * tiles + kParts);
     take(counts, tiles);
     take(starts, tiles);
+    take(parts, tiles);
     take(parts_added, tiles * 8);
     take(cursors, tiles * chunks);
     take(queries, capacity);
@@ -209,20 +223,19 @@ __global__ void __launch_bounds__(kInverseThreads)
 }
 
 // One CTA finds where the lists start, and divides them into work items. A step of the main kernel
-// has `step_entries` entries.
+// has `step_entries` entries. There are up to `max_ranges` ranges of queries.
 __global__ void __launch_bounds__(kPlanThreads)
-    plan_kernel(const __grid_constant__ InverseLists inverse, int step_entries) {
+    plan_kernel(const __grid_constant__ InverseLists inverse, int step_entries, int max_ranges) {
   auto& warp_sums = dynamic_shared<int64_t[kPlanThreads / 32]>();
   const int lane = thread_index() % 32, warp = thread_index() / 32;
-  // Adds up value(count) of all lists, where `count` is the length of a list. Calls
-  // visit(tile, count, before) for each list, where `before` is the sum of the lists before it.
-  // Returns the sum of all lists.
-  const auto scan = [&](auto value, auto visit) {
-    int64_t before = 0;
+  // Adds up value(tile) of all key tiles. Calls visit(tile, before) for each, where `before` is
+  // `start` plus the sum of the tiles before it. Returns `start` plus the sum of all tiles. The
+  // same thread has a tile in every call.
+  const auto scan = [&](int64_t start, auto value, auto visit) {
+    int64_t before = start;
     for (int64_t first = 0; first < inverse.tiles; first += kPlanThreads) {
       const int64_t tile = first + thread_index();
-      const int count = tile < inverse.tiles ? inverse.counts[tile] : 0;
-      const int64_t x = tile < inverse.tiles ? value(count) : 0;
+      const int64_t x = tile < inverse.tiles ? value(tile) : 0;
       const int64_t sum = inclusive_scan(x);
       if (lane == 31) warp_sums[warp] = sum;
       __syncthreads();
@@ -231,30 +244,53 @@ __global__ void __launch_bounds__(kPlanThreads)
         if (i < warp) earlier += warp_sums[i];
         before += warp_sums[i];
       }
-      if (tile < inverse.tiles) visit(tile, count, earlier + sum - x);
+      if (tile < inverse.tiles) visit(tile, earlier + sum - x);
       __syncthreads();
     }
     return before;
   };
 
-  const int64_t entries = scan([](int count) { return int64_t{count}; },
-                               [&](int64_t tile, int, int64_t before) {
-                                 inverse.starts[tile] = before;
-                                 for (int i = 0; i < 8; ++i) inverse.parts_added[tile * 8 + i] = 0;
-                               });
-  const int64_t steps = max(ceil_div(ceil_div(entries, int64_t{step_entries}), int64_t{kParts}),
-                            int64_t{kMinPartSteps});
+  const int64_t entries = scan(
+      0, [&](int64_t tile) { return int64_t{inverse.counts[tile]}; },
+      [&](int64_t tile, int64_t before) {
+        inverse.starts[tile] = before;
+        inverse.parts[tile] = 0;
+        for (int i = 0; i < 8; ++i) inverse.parts_added[tile * 8 + i] = 0;
+      });
+  const int64_t most_parts = inverse.tiles < kParts ? kParts : kPartsOfManyTiles;
+  const int64_t steps =
+      max(ceil_div(ceil_div(entries, int64_t{step_entries}), most_parts), int64_t{kMinPartSteps});
   const int part_entries = static_cast<int>(steps * step_entries);
-  const auto parts = [&](int count) { return max(ceil_div(count, part_entries), 1); };
-  const int64_t items = scan([&](int count) { return int64_t{parts(count)}; },
-                             [&](int64_t tile, int count, int64_t before) {
-                               for (int i = 0; i < parts(count); ++i) {
-                                 const int first = i * part_entries;
-                                 inverse.items[before + i] = {
-                                     inverse.starts[tile] + first, static_cast<int32_t>(tile), i,
-                                     min(count - first, part_entries), count > part_entries};
-                               }
-                             });
+  const int64_t full_ranges = entries / (inverse.tiles * kMinRangeSteps * step_entries);
+  const int ranges = static_cast<int>(max(min(full_ranges, int64_t{max_ranges}), int64_t{1}));
+  // Returns the number of entries in the list of a key tile before a range.
+  const auto entries_before = [&](int64_t tile, int range) {
+    if (range == ranges) return inverse.counts[tile];
+    const int64_t chunk =
+        tile / inverse.key_tiles * inverse.chunks + int64_t{range} * inverse.chunks / ranges;
+    return inverse.cursors[chunk * inverse.key_tiles + tile % inverse.key_tiles];
+  };
+  int64_t items = 0;
+  for (int range = 0; range < ranges; ++range) {
+    // A list without entries has an item in the first range, which writes zeros.
+    const auto parts = [&](int64_t tile) {
+      const int count = entries_before(tile, range + 1) - entries_before(tile, range);
+      return ceil_div(count, part_entries) + (range == 0 && inverse.counts[tile] == 0);
+    };
+    items = scan(
+        items, [&](int64_t tile) { return int64_t{parts(tile)}; },
+        [&](int64_t tile, int64_t before) {
+          const int count = inverse.counts[tile], number = parts(tile);
+          const int end = entries_before(tile, range + 1), before_range = inverse.parts[tile];
+          int first = entries_before(tile, range);
+          for (int i = 0; i < number; ++i, first += part_entries) {
+            const int own = min(end - first, part_entries);
+            inverse.items[before + i] = {inverse.starts[tile] + first, static_cast<int32_t>(tile),
+                                         before_range + i, own, own < count};
+          }
+          inverse.parts[tile] = before_range + number;
+        });
+  }
   if (thread_index() == 0) *inverse.plan = {0, static_cast<unsigned>(items)};
 }
 

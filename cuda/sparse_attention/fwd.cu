@@ -25,7 +25,7 @@ cudaError_t launch(const FwdCall& p, const TileLists& lists, cudaStream_t stream
   DSA_RETURN_IF_CUDA_ERROR(encode_keys(&k_map, p, p.k, p.dim, box));
   DSA_RETURN_IF_CUDA_ERROR(encode_keys(&v_map, p, p.v, p.value_dim, box));
   return launch_persistent<masked_attention::Shared<Tr>>(
-      fwd_kernel<Tr>, scheduler.work_tiles, masked_attention::kThreads, stream, p, scheduler, lists,
+      fwd_kernel<Tr>, scheduler.work_tiles, Tr::kThreads, stream, p, scheduler, lists,
       static_cast<unsigned*>(p.workspace), q_map, k_map, v_map);
 }
 

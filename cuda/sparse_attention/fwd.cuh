@@ -19,7 +19,7 @@
 namespace jax_dsa::sparse_attention {
 
 template <typename Tr>
-__global__ void __launch_bounds__(masked_attention::kThreads, 1)
+__global__ void __launch_bounds__(Tr::kThreads, 1)
     fwd_kernel(const __grid_constant__ FwdCall p,
                const __grid_constant__ masked_attention::TileScheduler scheduler,
                const __grid_constant__ TileLists lists, unsigned* tile_counter,

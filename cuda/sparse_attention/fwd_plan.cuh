@@ -9,7 +9,8 @@ namespace jax_dsa::sparse_attention {
 // Fewer steps of Q are in registers than in masked attention, because the places and the bits of
 // the rows need registers, too.
 template <DType kType, int kD, int kE>
-using MaskedFwdTraits = masked_attention::FwdTraits<kType, kD, kE, false, false, kD <= 128 ? 4 : 0>;
+using MaskedFwdTraits =
+    masked_attention::FwdTraits<kType, kD, kE, false, false, 2, kD <= 128 ? 4 : 0>;
 
 template <DType kType_, int kD_, int kE_>
 struct FwdTraits : MaskedFwdTraits<kType_, kD_, kE_> {

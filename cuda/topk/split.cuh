@@ -51,8 +51,8 @@ __global__ void __launch_bounds__(T::kThreads, T::kCtasPerSm)
 
 template <typename T>
 __global__ void __launch_bounds__(T::kThreads, T::kCtasPerSm)
-    merge_kernel(const __grid_constant__ TopkParams p, const __grid_constant__ SplitLists lists,
-                 int capacity) {
+    combine_kernel(const __grid_constant__ TopkParams p, const __grid_constant__ SplitLists lists,
+                   int capacity) {
   using L = List<T::kThreads>;
   const int64_t row = blockIdx.x;
   int wanted;
@@ -95,7 +95,7 @@ cudaError_t launch_splits(const TopkParams& p, int capacity, int ranks, cudaStre
   const int bytes = T::shared_bytes(capacity);
   DSA_RETURN_IF_CUDA_ERROR(launch_blocks(split_kernel<T>, p.rows * ranks, T::kThreads, bytes,
                                          stream, p, lists, capacity));
-  return launch_pdl(merge_kernel<T>, p.rows, T::kThreads, bytes, stream, p, lists, capacity);
+  return launch_pdl(combine_kernel<T>, p.rows, T::kThreads, bytes, stream, p, lists, capacity);
 }
 
 }  // namespace jax_dsa::topk

@@ -6,6 +6,7 @@ Times are device times, without Python's dispatch. Rows are printed and written 
 from __future__ import annotations
 
 import argparse
+import contextlib
 import functools
 import importlib
 import pathlib
@@ -20,6 +21,7 @@ from jax_dsa.bench.case import shrunk
 from jax_dsa.bench.ceilings import ceilings
 from jax_dsa.bench.external import TOLERANCE, DisagreementError, ExternalCall
 from jax_dsa.bench.registry import OPERATORS
+from jax_dsa.core import ffi
 from jax_dsa.core.extras import needs_extra
 
 with needs_extra("bench", "jax_dsa.bench"):
@@ -32,6 +34,8 @@ if TYPE_CHECKING:
     from jax_dsa.bench.report import Row
 
     Function = Callable[..., Any]
+
+PORTABLE = "portable"  # our portable kernels, on a Hopper GPU
 
 
 def _parse(argv: list[str] | None, operators: list[str]) -> argparse.Namespace:
@@ -134,7 +138,8 @@ def _implementations(
     on_gpu = jax.default_backend() == "gpu"
     others = {name: fn for name, fn in case.peers.items() if on_gpu or name != "cudnn"}
     if library_calls is None:
-        return {"cuda": own("cuda"), "xla": own("xla"), **others}
+        tiers = {PORTABLE: own("cuda")} if on_gpu and ffi.has_both_tiers() else {}
+        return {"cuda": own("cuda"), **tiers, "xla": own("xla"), **others}
     others |= library_calls(case)
     return {"cuda": own("cuda"), **others} if others else {}
 
@@ -222,7 +227,8 @@ def main(argv: list[str] | None = None) -> int:
                     if not difference <= TOLERANCE:
                         raise DisagreementError(f"differs from ours by {difference:.2g}")
                     differences[name] = max(differences.get(name, 0.0), difference)
-                seconds = _measure(case, fn, args.seconds, args.rest)
+                with ffi.portable_tier() if name == PORTABLE else contextlib.nullcontext():
+                    seconds = _measure(case, fn, args.seconds, args.rest)
             except NotImplementedError as error:
                 unavailable.add(str(error))
                 continue

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 from jax_dsa.bench.cases.attn_dist import attn_dist
 from jax_dsa.bench.cases.block_mask import block_mask
 from jax_dsa.bench.cases.fp8 import fp8
+from jax_dsa.bench.cases.gated_pool import gated_pool
 from jax_dsa.bench.cases.htree import htree
 from jax_dsa.bench.cases.indexer import indexer
 from jax_dsa.bench.cases.losses import losses
@@ -33,6 +34,7 @@ OPERATORS: dict[str, Callable[[Scale], Iterator[Case]]] = {
         sparse_attention,
         sparse_attention_decode,
         block_mask,
+        gated_pool,
         losses,
         mqa_decode,
         htree,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import functools
 import importlib
@@ -15,7 +16,7 @@ import jax.numpy as jnp
 from jax_dsa.core import compat
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Callable, Iterator, Sequence
 
     import numpy as np
 
@@ -139,6 +140,22 @@ def portable_tier_forced() -> bool:
     return tier == "portable"
 
 
+@contextlib.contextmanager
+def portable_tier() -> Iterator[None]:
+    """Makes Hopper GPUs run portable kernels in programs that are traced and executed inside.
+
+    It holds for all threads.
+    """
+    before = os.environ.get("JAX_DSA_TIER", "")
+    try:
+        os.environ["JAX_DSA_TIER"] = "portable"
+        extension().force_portable_tier(True)
+        yield
+    finally:
+        os.environ["JAX_DSA_TIER"] = before
+        extension().force_portable_tier(before == "portable")
+
+
 def tier_of(gpu: Gpu) -> str | None:
     """Returns the tier of kernels that a GPU runs, "hopper" or "portable"; None if it runs none."""
     tiers = _machine().tiers
@@ -182,6 +199,12 @@ def either(values: Sequence[int]) -> str:
     """Returns the values as text for `Kernel.limits`: "8, 16 or 32"."""
     *others, last = map(str, values)
     return f"{', '.join(others)} or {last}" if others else last
+
+
+def has_both_tiers() -> bool:
+    """Returns whether the GPUs of this process run kernels of either tier."""
+    tiers = {tier_of(gpu) for gpu in gpus()}
+    return status()[0] and tiers == {"hopper"} and "portable" in _machine().tiers
 
 
 @dataclasses.dataclass(frozen=True)

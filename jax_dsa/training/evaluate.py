@@ -12,7 +12,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 from jax_dsa.core.documents import document_starts
 from jax_dsa.core.typing import Array, Float
 from jax_dsa.training.losses import next_token_loss, token_losses
-from jax_dsa.training.selections import recalls, recency_selection
+from jax_dsa.training.selections import recalls, recency_selection, similarity
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
@@ -39,6 +39,7 @@ class Evaluator:
         self.program = program
         self._loss = jax.jit(self._loss_of, static_argnames="sparse")
         self._selection = jax.jit(self._selection_of)
+        self._similarity = jax.jit(self._similarity_of)
         whole = NamedSharding(program.mesh, PartitionSpec())
         self._tokens = jax.jit(self._tokens_of, static_argnames="keys", out_shardings=whole)
 
@@ -101,7 +102,25 @@ class Evaluator:
                 )
                 for i, batch in enumerate(batches)
             ]
-        return {k: np.mean([np.asarray(r[k]) for r in results], axis=0) for k in results[0]}
+        return _mean(results)
+
+    def similarity(self, state: TrainState, batches: Iterable[np.ndarray]) -> dict[str, np.ndarray]:
+        """Returns how similar the selections of neighbouring queries are.
+
+        Args:
+            state: The state to evaluate.
+            batches: Batches of tokens, [B, seq_len + 1].
+
+        Returns:
+            For each layer that selects, "kept": the part of a query's selection that the query
+            before it selected, too; and "union": how many different numbers eight neighbouring
+            queries select, divided by the number that one of them selects.
+        """
+        backbone, indexer = state.backbone.params, state.indexer.params
+        with jax.set_mesh(self.program.mesh):
+            return _mean(
+                [self._similarity(backbone, indexer, self.program.place(b)) for b in batches]
+            )
 
     def _loss_of(
         self, backbone: Params, indexer: Params, batch: Batch, *, sparse: bool
@@ -114,12 +133,8 @@ class Evaluator:
     ) -> jax.Array:
         indices = None
         if keys == "recency":
-            ends = jnp.arange(1, batch.inputs.shape[1] + 1, dtype=jnp.int32)
-            ends = jnp.broadcast_to(ends, batch.inputs.shape)
-            starts = jnp.zeros_like(ends)
-            if batch.segment_ids is not None:
-                starts = document_starts(batch.segment_ids)
-            indices = recency_selection(self.program.config.model.attention, starts, ends)
+            visible = _visible(batch, jnp.arange(batch.inputs.shape[1]))
+            indices = recency_selection(self.program.config.model.attention, *visible)
         sparse = keys != "dense"
         logits, _ = self.program.logits(backbone, indexer, batch, sparse=sparse, indices=indices)
         return token_losses(logits, batch.targets)
@@ -129,12 +144,9 @@ class Evaluator:
     ) -> dict[str, Float[Array, "..."]]:
         config = self.program.config.model.attention
         _, layers = self.program.logits(backbone, indexer, batch, sparse=False)
-        rows, length = batch.inputs.shape
+        length = batch.inputs.shape[1]
         queries = jnp.arange(min(length, _QUERIES)) * length // min(length, _QUERIES)
-        ends = jnp.broadcast_to(queries.astype(jnp.int32) + 1, (rows, len(queries)))
-        starts = jnp.zeros_like(ends)
-        if batch.segment_ids is not None:
-            starts = document_starts(batch.segment_ids)[:, queries]
+        starts, ends = _visible(batch, queries)
         found: list[dict[str, jax.Array]] = []
         selecting: Any = None
         for layer in layers:
@@ -142,3 +154,28 @@ class Evaluator:
             found.append(recalls(config, layer, selecting, queries, key, starts, ends))
         stacked = jax.tree.map(lambda *x: jnp.stack(x), *found)
         return stacked | {"kl": jnp.stack([x.kl for x in layers if x.kl is not None])}
+
+    def _similarity_of(
+        self, backbone: Params, indexer: Params, batch: Batch
+    ) -> dict[str, Float[Array, "layers"]]:
+        config = self.program.config.model.attention
+        _, layers = self.program.logits(backbone, indexer, batch, sparse=False)
+        queries = jnp.arange(batch.inputs.shape[1])[-_QUERIES:]
+        found = [
+            similarity(config, layer.indexer, queries, *_visible(batch, queries))
+            for layer in layers
+            if layer.indexer is not None
+        ]
+        return jax.tree.map(lambda *x: jnp.stack(x), *found)
+
+
+def _visible(batch: Batch, queries: Array) -> tuple[Array, Array]:
+    """Returns the first token of each query's document, and one past its own token, [B, T]."""
+    ends = jnp.broadcast_to(queries.astype(jnp.int32) + 1, (len(batch.inputs), len(queries)))
+    if batch.segment_ids is None:
+        return jnp.zeros_like(ends), ends
+    return document_starts(batch.segment_ids)[:, queries], ends
+
+
+def _mean(results: list[dict[str, jax.Array]]) -> dict[str, np.ndarray]:
+    return {k: np.mean([np.asarray(r[k]) for r in results], axis=0) for k in results[0]}

@@ -94,6 +94,58 @@ def recalls(
     return of_list(mass.mean(0), chosen)
 
 
+def similarity(
+    config: Config,
+    indexer: Any,
+    queries: Int[Array, "T"],
+    starts: Int[Array, "B T"],
+    ends: Int[Array, "B T"],
+) -> dict[str, Float[Array, ""]]:
+    """Returns how similar the selections of neighbouring queries are.
+
+    Only neighbours in one document count, and only those of which the first can select more numbers
+    than it has slots.
+
+    Args:
+        config: Configuration of the attention.
+        indexer: The `aux.indexer` of the layer.
+        queries: Consecutive queries, int32.
+        starts: First token of each of these queries' documents, int32.
+        ends: One past each of these queries' own tokens, int32.
+
+    Returns:
+        "kept": the part of a query's selection that the query before it selected, too.
+        "union": how many different numbers eight neighbouring queries select, divided by the number
+        that one of them selects. Both are NaN if no query counts.
+    """
+    begin, end = _selectable(config, starts, ends)
+    chosen = _chosen(config, indexer, queries, starts, ends)
+    counts = end - begin > config.selected
+    if chosen.ndim == 4:  # a list for each KV head
+        groups = chosen.shape[2]
+        chosen = jnp.moveaxis(chosen, 2, 1).reshape(-1, *chosen.shape[1::2])
+        counts, starts = (jnp.repeat(x, groups, axis=0) for x in (counts, starts))
+    lists = jnp.where(chosen < 0, jnp.iinfo(jnp.int32).max, chosen)  # ascending
+    own, before = lists[:, 1:], lists[:, :-1]
+    at = jax.vmap(jax.vmap(jnp.searchsorted))(before, own)
+    kept = jnp.take_along_axis(before, at, axis=2, mode="clip") == own
+    kept = kept.mean(2, where=own != jnp.iinfo(jnp.int32).max)
+    pairs = counts[:, :-1] & (starts[:, 1:] == starts[:, :-1])
+
+    tiles = lists[:, : lists.shape[1] // 8 * 8].reshape(len(lists), -1, 8, lists.shape[2])
+    last = tiles.shape[1] * 8
+    whole = counts[:, :last:8] & (starts[:, :last:8] == starts[:, 7:last:8])
+    index_k = indexer[1] if isinstance(config, GroupedConfig) else indexer.index_k
+    members = jnp.zeros((*tiles.shape[:2], index_k.shape[1]), bool)
+    rows, columns = jnp.indices(tiles.shape[:2])[..., None, None]
+    members = members.at[rows, columns, tiles].set(True, mode="drop")  # empty slots are dropped
+    union = members.sum(2) / (tiles != jnp.iinfo(jnp.int32).max).sum((2, 3)) * 8
+    return {
+        "kept": kept.mean(where=pairs),
+        "union": union.mean(where=whole),
+    }
+
+
 def _tokens_per_number(config: Config) -> int:
     return config.block_size if isinstance(config, GroupedConfig) else config.index_pool or 1
 

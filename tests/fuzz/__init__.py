@@ -49,7 +49,7 @@ WITH_KERNEL = (
     *("topk", "indexer_logits", "indexer_topk", "sparse_mla", "sparse_mla_decode", "attn_dist"),
     *("dsa_attention", "quantize_fp8", "dequantize_fp8"),
     *("masked_attention", "masked_attention_varlen", "mqa_decode"),
-    *("sparse_attention", "sparse_attention_varlen"),
+    *("sparse_attention", "sparse_attention_varlen", "sparse_attention_decode"),
     *("fp8_matmul", "fp8_linear", "indexer_kl_loss", "dense_indexer_kl_loss", "htree_attention"),
 )
 KINDS = {kind.__name__: kind for kind in kinds.KINDS}

@@ -14,4 +14,5 @@ class Extension:
         self.compute_capabilities = lambda: list(gpus)
         self.cuda_versions = lambda: (13000, driver)
         self.tiers = lambda: tiers
+        self.force_portable_tier = lambda forced: None
         self.topk_workspace_bytes = lambda **_: 0

@@ -31,31 +31,57 @@ def sparse_attention(size: Scale) -> Iterator[Case]:
             for lists in ("similar", "random"):
                 yield _case("fwd", dims, lists)
                 yield _case("bwd", dims, lists)
-    for step in ("fwd", "bwd"):
-        yield _case(step, size(T=131072, N=64, G=4, D=128, K=16) | {"b": 128}, "similar")
+    for t in (2048, 4096, 131072):  # with 8192 and 32768: from which length lists pay
+        for step in ("fwd", "bwd"):
+            yield _case(step, size(T=t, N=64, G=4, D=128, K=16) | {"b": 128}, "similar")
     for lists in ("similar", "random"):
         yield _case("fwd", size(T=32768, N=24, G=2, D=256, K=512) | {"b": 4}, lists, tail=True)
 
 
 def sparse_attention_decode(size: Scale) -> Iterator[Case]:
-    """Yields cases with one query per request, which lists distinct blocks of a flat cache."""
-    for requests, capacity in ((1, 131072), (8, 32768), (64, 8192), (128, 4096)):
-        dims = size(B=requests, S=capacity, N=64, G=4, D=128, K=16) | {"b": 128}
-        b, n, g, d, k, block = (dims[x] for x in "BNGDKb")
+    """Yields cases with one query per request, which lists distinct blocks of a flat cache.
 
-        def make(key: jax.Array, dims: Dims = dims) -> tuple:
-            b, s, n, g, d, k, block = (dims[x] for x in "BSNGDKb")
-            a, *others, c = jax.random.split(key, 4)
-            caches = [jax_dsa.FlatCache(normal(x, b, s, g, d), jnp.full(b, s)) for x in others]
-            numbers = jnp.argsort(jax.random.uniform(c, (b, 1, g, max(k, s // block))))
-            return normal(a, b, 1, n, d), *caches, numbers[..., :k]
+    Caches are in bfloat16, or in FP8 with a factor for each row.
+    """
+    for dtype in ("bf16", "fp8"):
+        for requests, capacity in ((1, 131072), (8, 32768), (64, 8192), (128, 4096)):
+            dims = size(B=requests, S=capacity, N=64, G=4, D=128, K=16) | {"b": 128}
+            yield _decode_case(dims, dtype)
 
-        work = {
-            BF16: 4 * b * n * k * block * d,
-            COPY: 2 * b * (g * k * block + n) * (d + d),
-        }
-        call = functools.partial(jax_dsa.sparse_attention_decode, block_size=block)
-        yield Case("sparse_attention_decode", "fwd", dims, "bf16", make, call, work)
+
+def _decode_case(dims: Dims, dtype: str) -> Case:
+    """Returns a case; `dtype` is that of the caches, "bf16" or "fp8"."""
+    b, s, n, g, d, k, block = (dims[x] for x in "BSNGDKb")
+
+    def make(key: jax.Array) -> tuple:
+        a, *others, c = jax.random.split(key, 4)
+        lengths = jnp.full(b, s)
+        numbers = jnp.argsort(jax.random.uniform(c, (b, 1, g, max(k, s // block))))[..., :k]
+        rows = [normal(x, b, s, g, d) for x in others]
+        factors = []
+        if dtype == "fp8":
+            rows, factors = map(list, zip(*(_quantized_rows(x) for x in rows), strict=True))
+        caches = [jax_dsa.FlatCache(x, lengths) for x in rows]
+        return normal(a, b, 1, n, d), *caches, numbers, *factors
+
+    def call(q: Any, k: Any, v: Any, indices: Any, *factors: Any, **keywords: Any) -> Any:
+        scales = dict(zip(("k_scale", "v_scale"), factors, strict=False))
+        return jax_dsa.sparse_attention_decode(
+            q, k, v, indices, block_size=block, **scales, **keywords
+        )
+
+    row_bytes = 2 * d if dtype == "bf16" else d + 4
+    work = {
+        BF16: 4 * b * n * k * block * d,
+        COPY: 2 * b * (g * k * block * row_bytes + n * 2 * d),
+    }
+    return Case("sparse_attention_decode", "fwd", dims, dtype, make, call, work)
+
+
+def _quantized_rows(x: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """Returns rows in FP8 and their factors."""
+    codes, scales = jax_dsa.quantize_fp8(x, block=(1, x.shape[-1]))
+    return codes, scales[..., 0]
 
 
 def block_lists(key: jax.Array, dims: Dims, tail: bool, groups: int, *, similar: bool) -> jax.Array:

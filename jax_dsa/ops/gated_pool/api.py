@@ -13,8 +13,7 @@ from jax_dsa.ops.gated_pool import cuda, xla
 from jax_dsa.ops.gated_pool.spec import Operands, Options, Results
 
 _LIMITS = (
-    f"gates; bfloat16, float16 and float32; R H to {cuda.MAX_POOLED}; D a multiple of "
-    f"{cuda.DIM_MULTIPLE}"
+    f"bfloat16, float16 and float32; R H to {cuda.MAX_POOLED}; D a multiple of {cuda.DIM_MULTIPLE}"
 )
 
 FWD = Pass(
@@ -98,7 +97,7 @@ def mean_pool(
         values: Values of the tokens; bfloat16, float16 or float32.
         ratio: R, the number of tokens in a block.
         starts: First row of each token's document, as in `gated_pool`.
-        implementation: None or "xla"; there is no kernel.
+        implementation: None (the kernel where there is one, else XLA), "cuda" or "xla".
 
     Returns:
         The means [B, S // R, D] in the dtype of `values`, in the slots of `gated_pool`, with
@@ -106,7 +105,8 @@ def mean_pool(
 
     Raises:
         TypeError, ValueError: If an argument has the wrong type, shape or range.
-        NotImplementedError: For forward mode, gradients of gradients, or `implementation="cuda"`.
+        NotImplementedError: For forward mode, gradients of gradients, or `implementation="cuda"`
+            where the kernel does not cover the arguments.
 
     Examples:
         >>> import jax.numpy as jnp, jax_dsa

@@ -1,4 +1,4 @@
-"""Gated pooling on its CUDA kernels."""
+"""Pooling on its CUDA kernels."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from jax_dsa.core import ffi
 from jax_dsa.ops.gated_pool.spec import Gradients, Operands, Options, Results
@@ -20,8 +21,6 @@ _DTYPES = (jnp.bfloat16, jnp.float16, jnp.float32)
 
 def supports(options: Options, x: Operands, *_: Any) -> str | None:
     """Returns None, or the reason why the kernels do not cover this call, in either pass."""
-    if x.gates is None:
-        return "it takes values with gates, got values without"
     wide = [a.dtype for a in (x.bias, x.scale) if a is not None]
     if x.values.dtype not in _DTYPES or any(dtype != jnp.float32 for dtype in wide):
         return f"it takes bfloat16, float16 and float32, got {x.values.dtype}, {wide[0]}"
@@ -39,6 +38,10 @@ def supports(options: Options, x: Operands, *_: Any) -> str | None:
 
 def gated_pool_fwd(options: Options, avals: Results, x: Operands) -> Results:
     """Runs the forward kernel, and adds up the sums of squares of each key's channel tiles."""
+    if x.gates is None:
+        return Results(
+            _mean("jax_dsa.mean_pool_fwd.v1", options, avals.keys, x.values, x.starts), None
+        )
     halves, dim = x.values.shape[2:]
     partial_squares = None
     if avals.squares is not None:
@@ -55,6 +58,9 @@ def gated_pool_bwd(options: Options, avals: Gradients, x: Operands, dy: Results)
     Each split of the keys has its own sums, which make the gradient of the bias and, in the last
     row, that of the scale.
     """
+    if x.gates is None:
+        dvalues = _mean("jax_dsa.mean_pool_bwd.v1", options, avals.values, x.starts, dy.keys)
+        return Gradients(dvalues, None, None, None)
     assert avals.bias is not None
     batch, length, halves, dim = x.values.shape
     splits = int(
@@ -71,3 +77,8 @@ def gated_pool_bwd(options: Options, avals: Gradients, x: Operands, dy: Results)
     dbias = jnp.sum(sums[:, :, :pooled], axis=1).reshape(avals.bias.shape)
     dscale = None if x.scale is None else jnp.sum(sums[:, :, pooled], axis=1)
     return Gradients(dvalues, dgates, dbias, dscale)
+
+
+def _mean(target: str, options: Options, aval: Any, *operands: Any) -> Any:
+    """Runs a kernel of mean pooling and returns its only result."""
+    return ffi.call(target, operands, (aval,), ratio=np.int64(options.ratio))[0]

@@ -47,7 +47,8 @@ TOPK_FWD = Pass(
     kernel=Kernel(
         cuda.indexer_topk_fwd,
         cuda.topk_fwd_supports,
-        limits=f"bfloat16 or float8_e4m3fn; {_LIMITS}; top_k <= {MAX_SELECTED}",
+        limits=f"bfloat16 or float8_e4m3fn; {_LIMITS}; top_k <= {MAX_SELECTED}; candidates: up to "
+        f"{cuda.MAX_CANDIDATE_BLOCKS} blocks of keys",
     ),
 )
 TOPK_BWD = Pass(
@@ -266,8 +267,8 @@ def indexer_topk(
         candidates: Numbers of the blocks of keys that each query may select from, int32, as
             `indexer_block_topk` and `block_topk` return them. Blocks count from `starts`. Entries
             that are negative or past the last block are empty. The selection equals `topk` of the
-            logits with -inf outside of these blocks, bit for bit. Default: all keys. The XLA
-            implementation scores all keys nevertheless.
+            logits with -inf outside of these blocks, bit for bit. Default: all keys. The kernel
+            scores these blocks only, XLA all keys.
         candidate_block_size: Number of keys per candidate block; required with `candidates`.
         relu: As in `indexer_logits`.
         deterministic: Whether gradients are bit-identical on every run, which only XLA supports.

@@ -9,11 +9,12 @@ import jax.numpy as jnp
 from jax_dsa.core.arguments import key_ranges
 from jax_dsa.core.call import Call
 from jax_dsa.core.checks import FLOATS, FP8, Args
+from jax_dsa.core.ffi import Kernel, either
 from jax_dsa.core.op import Pass, differentiable
 from jax_dsa.core.typing import Array, Float, Implementation, Int
 from jax_dsa.ops.cache.api import FlatCache, PagedCache
 from jax_dsa.ops.cache.keys import read_keys
-from jax_dsa.ops.indexer import blocks
+from jax_dsa.ops.indexer import blocks, cuda
 from jax_dsa.ops.indexer.api import inputs_of, refuse_pages
 from jax_dsa.ops.indexer.spec import (
     BlockOperands,
@@ -24,17 +25,32 @@ from jax_dsa.ops.indexer.spec import (
 )
 from jax_dsa.ops.topk.api import blocks_of
 
+_LIMITS = f"J <= {cuda.MAX_HEADS}; C {either(cuda.CHANNELS)}; pooling='max'"
+
 BLOCK_FWD = Pass(
     "indexer_block_topk_fwd",
     blocks.indexer_block_topk_fwd,
     shardable="b t g",
     shard_queries_on_idle_axes=True,
+    kernel=Kernel(
+        cuda.indexer_block_topk_fwd,
+        cuda.block_topk_fwd_supports,
+        limits=(
+            f"bfloat16 or float8_e4m3fn; {_LIMITS}; up to {cuda.MAX_BLOCKS} blocks, with per_head "
+            f"of {cuda.MIN_BLOCK_SIZE} keys or more"
+        ),
+    ),
 )
 BLOCK_BWD = Pass(
     "indexer_block_topk_bwd",
     blocks.indexer_block_topk_bwd,
     shardable="b t g",
     shard_queries_on_idle_axes=True,
+    kernel=Kernel(
+        cuda.indexer_block_topk_bwd,
+        cuda.block_topk_bwd_supports,
+        limits=f"bfloat16; {_LIMITS}; K <= {cuda.MAX_SLOTS}",
+    ),
 )
 
 
@@ -114,7 +130,9 @@ def indexer_block_topk(
         key_stride: As in `indexer_topk`.
         relu: As in `indexer_logits`.
         deterministic: Whether gradients are bit-identical on every run. The selection always is.
-        implementation: None or "xla"; there is no kernel yet.
+        implementation: As in `indexer_logits`. The kernels take up to 16384 blocks and
+            pooling="max". With `per_head` they take blocks of 64 keys or more, and with a
+            `PagedCache`, too, of a multiple of 64 keys and without `starts`.
 
     Returns:
         A tuple (indices, logits). Indices are numbers of blocks, [B, T, K], int32; valid ones come
@@ -127,7 +145,7 @@ def indexer_block_topk(
     Raises:
         TypeError, ValueError: If an argument has the wrong type, shape or range.
         NotImplementedError: For forward mode, gradients of gradients, gradients through a page
-            table, and `implementation="cuda"`.
+            table, and if `implementation="cuda"` and the kernels do not support the call.
 
     Examples:
         >>> import jax, jax.numpy as jnp, jax_dsa

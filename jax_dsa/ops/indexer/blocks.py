@@ -21,6 +21,8 @@ from jax_dsa.ops.indexer.spec import (
     Gradients,
     Selected,
     Selection,
+    folded,
+    weights_of_groups,
 )
 from jax_dsa.ops.indexer.xla import indexer_topk_bwd, stream_selection
 from jax_dsa.ops.topk.xla import clipped_block, select_blocks, split_into_blocks, values_at
@@ -48,7 +50,11 @@ def indexer_block_topk_fwd(options: BlockOptions, x: BlockOperands) -> BlockSele
         results = indices, values_at(scores, indices), _keys_at(keys, indices)
         return tuple(y.reshape(*logits.shape[:2], options.top_k) for y in results)
 
-    queries = _folded(x.q), _weights(x), *(jnp.repeat(r, groups, axis=1) for r in ranges)
+    queries = (
+        folded(x.q),
+        folded(weights_of_groups(x)),
+        *(jnp.repeat(r, groups, axis=1) for r in ranges),
+    )
     results = stream_selection(options, queries, k, x.k_scale, x.page_table, selected)
     batch, count = x.q.shape[:2]
     return BlockSelection(*(y.reshape(batch, count, groups, y.shape[2]) for y in results))
@@ -59,9 +65,9 @@ def indexer_block_topk_bwd(
 ) -> Gradients:
     """Returns the gradients of the inputs, given the gradient of the selected blocks' logits."""
     k = _means(x.k, options) if options.mean else x.k
-    weights = _weights(x)
-    selected = Selected(_folded(x.q), k, weights, x.k_scale, _folded(x.keys))
-    grads = indexer_topk_bwd(options, selected, Selection(selected.indices, _folded(dy.logits)))
+    weights = folded(weights_of_groups(x))
+    selected = Selected(folded(x.q), k, weights, x.k_scale, folded(x.keys))
+    grads = indexer_topk_bwd(options, selected, Selection(selected.indices, folded(dy.logits)))
     assert grads.weights is not None
     dk = _spread(grads.k, x.k.shape[1], options) if options.mean else grads.k
     return Gradients(
@@ -70,15 +76,6 @@ def indexer_block_topk_bwd(
         weights=None if x.weights is None else grads.weights.reshape(x.weights.shape),
         k_scale=grads.k_scale,
     )
-
-
-def _folded(x: Array) -> Array:
-    """Merges the axes of queries and groups."""
-    return x.reshape(x.shape[0], x.shape[1] * x.shape[2], *x.shape[3:])
-
-
-def _weights(x: BlockOperands | BlockSelected) -> Float[Array, "B TG J"]:
-    return _folded(jnp.ones(x.q.shape[:4], jnp.float32) if x.weights is None else x.weights)
 
 
 def _best_keys(

@@ -150,6 +150,16 @@ class BlockSelected(NamedTuple):
     keys: Int[Array, "b t g k"]
 
 
+def folded(x: Array) -> Array:
+    """Merges the axes of queries and groups of [B, T, G, ...]."""
+    return x.reshape(x.shape[0], x.shape[1] * x.shape[2], *x.shape[3:])
+
+
+def weights_of_groups(x: BlockOperands | BlockSelected) -> Float[Array, "B T G J"]:
+    """Returns the head weights; ones if there are none."""
+    return jnp.ones(x.q.shape[:4], jnp.float32) if x.weights is None else x.weights
+
+
 class Gradients(NamedTuple):
     """Gradients of the inputs.
 

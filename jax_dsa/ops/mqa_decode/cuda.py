@@ -61,19 +61,6 @@ def mqa_decode_fwd(options: Options, avals: Results, x: Operands) -> Results:
             return mqa_decode_fwd(per_entry, Results(*outs), x)  # type: ignore[arg-type]
 
         return entry_by_entry(of_entry, x)
-    return attend(options, avals, x)
-
-
-def attend(options: Options, avals: Results, x: Operands, cuts: jax.Array | None = None) -> Results:
-    """Calls the handler.
-
-    Args:
-        options: the options.
-        avals: the types of the results.
-        x: the operands. The page table may be [B, G, R], one for each KV head.
-        cuts: int32 [B, 1], or None. An entry P + x of the page table stands for the first
-            `cuts[b, 0]` rows of page x, if there are P pages.
-    """
     _, T, N, D = x.q.shape
     records = x.k.dtype == jnp.uint8
     rows, split_tiles = ffi.extension().mqa_decode_workspace(
@@ -84,7 +71,7 @@ def attend(options: Options, avals: Results, x: Operands, cuts: jax.Array | None
         jax.ShapeDtypeStruct((rows, 2), jnp.float32),
         jax.ShapeDtypeStruct((split_tiles, 2), jnp.int32),
     )
-    operands = x.q, x.k, x.v, x.starts, x.ends, x.sinks, x.page_table, cuts
+    operands = x.q, x.k, x.v, x.starts, x.ends, x.sinks, x.page_table
     out, max_logit, log_sum, *_ = ffi.call(
         "jax_dsa.mqa_decode.v3",
         operands,

@@ -25,6 +25,11 @@ DIM_MULTIPLE = 8
 MAX_GROUP_HEADS = 32
 MAX_LENGTH = 2**31 - 1 - 4096
 MAX_SLOTS = 16384  # of a query, including those of forced blocks
+# Those of the kernel for caches (cached_cuda.py): D and E, keys of a request or a list, and queries
+# times heads.
+DECODE_DIMS = (64, 128, 256)
+MAX_DECODE_KEYS = 2**31 - 1 - 256
+MAX_DECODE_ROWS = (2**31 - 1) // 16
 
 
 def supports(options: Options, x: Operands, *_: Results) -> str | None:

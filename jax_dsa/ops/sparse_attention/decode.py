@@ -23,7 +23,7 @@ DECODE_FWD = Pass(
     kernel=Kernel(
         cached_cuda.sparse_attention_decode_fwd,
         cached_cuda.supports,
-        limits=f"bfloat16; D=E {either(cached_cuda.DIMS)}; scale > 0",
+        limits=f"bfloat16, caches also in float8_e4m3fn; D=E {either(cached_cuda.DECODE_DIMS)}",
     ),
 )
 DECODE_BWD = Pass("sparse_attention_decode_bwd", cached.sparse_attention_decode_bwd)
@@ -149,7 +149,8 @@ def sparse_attention_decode(
         k_scale, v_scale: Factors of the rows of FP8 caches, float32 [B, S, G], or [P, L, G] with a
             `PagedCache`. Default: 1. A factor that all keys share belongs in `scale`.
         batch_invariant: Whether a request's result is bit-identical whatever other requests are in
-            the batch. Gradients are not covered. This costs time: queries are computed one after
+            the batch. Gradients are not covered. The kernel then divides the keys of a list by its
+            length only, which is slower for few requests. In XLA, queries are computed one after
             the other.
         return_lse: Whether to return the log-sum-exp of each query's scores too, without the sink.
         return_max_logit: Whether to return the largest score of each query too, without the sink.

@@ -26,11 +26,14 @@ KERNEL = {
     "T": (1, 5, 40), "S": (1, 70, 200), "M": (1, 4, 12, 32), "D": (64, 72, 192), "E": (64, 128),
     "K": (1, 3, 6),
 }  # fmt: skip
+DECODE_KERNEL = {**KERNEL, "T": (1, 2, 8), "M": (1, 12, 16, 40), "D": (64, 128, 256)}
 
 
-def draw_common(c: Draw, r: Draw, dtype: np.dtype) -> dict[str, Any]:
-    """Draws the arguments of both functions, with a batch axis."""
-    B, T, S, G, M, D, E, K = c.dims(KERNEL, B=3, T=4, S=21, G=2, M=2, D=5, E=4, K=4)
+def draw_common(
+    c: Draw, r: Draw, dtype: np.dtype, on_kernel: dict[str, tuple[int, ...]] = KERNEL
+) -> dict[str, Any]:
+    """Draws the arguments of all functions, with a batch axis."""
+    B, T, S, G, M, D, E, K = c.dims(on_kernel, B=3, T=4, S=21, G=2, M=2, D=5, E=4, K=4)
     size = c.one(1, 4, 4, 16, 128)
     blocks = -(-S // size)
     causal = c.chance(0.7)
@@ -142,9 +145,9 @@ def draw_sparse_attention_varlen(c: Draw, r: Draw) -> Call:
 
 def draw_sparse_attention_decode(c: Draw, r: Draw) -> Call:
     dtype = c.dtype()
-    kwargs = draw_common(c, r, dtype)
+    kwargs = draw_common(c, r, dtype, DECODE_KERNEL)
     B, _, G, D = kwargs["k"].shape
-    E = kwargs["v"].shape[3]
+    E = D if c.kernel else kwargs["v"].shape[3]
     fp8 = not c.gradient and c.chance(0.3)
     k = draw_cache(c, r, (G, D), B, e4m3 if fp8 else dtype)
     shape = (k.data if isinstance(k, FlatCache) else k.pages).shape[:3]

@@ -75,6 +75,7 @@ bool good(const Case& c, const emulator::Options& options) {
 }  // namespace
 
 int main(int argc, char** argv) {
+  emulator::machine.gpu = emulator::kPortableGpus[0];  // has the least shared memory
   int failures = 0;
   const auto cases = emulator::cases(
       argc, argv, kCases,

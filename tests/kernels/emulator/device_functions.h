@@ -90,16 +90,20 @@ inline unsigned __match_any_sync(unsigned, int value) {
   for (int i = 0; i < 32; ++i) bits |= unsigned(static_cast<int>(all[i]) == value) << i;
   return bits;
 }
-inline int __reduce_min_sync(unsigned, int value) {
+template <typename T>
+T __reduce_min_sync(unsigned, T value) {
+  static_assert(sizeof(T) == 4);
   const uint64_t* all = emulator::exchange(static_cast<uint32_t>(value));
-  int least = value;
-  for (int i = 0; i < 32; ++i) least = std::min(least, static_cast<int>(all[i]));
+  T least = value;
+  for (int i = 0; i < 32; ++i) least = std::min(least, static_cast<T>(all[i]));
   return least;
 }
-inline int __reduce_max_sync(unsigned, int value) {
+template <typename T>
+T __reduce_max_sync(unsigned, T value) {
+  static_assert(sizeof(T) == 4);
   const uint64_t* all = emulator::exchange(static_cast<uint32_t>(value));
-  int most = value;
-  for (int i = 0; i < 32; ++i) most = std::max(most, static_cast<int>(all[i]));
+  T most = value;
+  for (int i = 0; i < 32; ++i) most = std::max(most, static_cast<T>(all[i]));
   return most;
 }
 inline int __reduce_add_sync(unsigned, int value) {
@@ -152,6 +156,9 @@ inline unsigned __byte_perm(unsigned low, unsigned high, unsigned selector) {
     x |= static_cast<unsigned>(bytes >> (8 * (selector >> (4 * i) & 7)) & 0xff) << (8 * i);
   }
   return x;
+}
+inline unsigned __funnelshift_l(unsigned low, unsigned high, unsigned shift) {
+  return static_cast<unsigned>((uint64_t{high} << 32 | low) << (shift & 31) >> 32);
 }
 inline int __popc(unsigned x) { return __builtin_popcount(x); }
 inline int __ffs(unsigned x) { return __builtin_ffs(x); }

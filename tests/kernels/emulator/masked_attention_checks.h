@@ -102,8 +102,9 @@ inline void check_backward(const AttentionCase& c, const std::vector<emulator::O
   }
 }
 
-// Runs check(c, schedules) for every case, or for the small ones, on each of these GPUs. Small
-// cases take the GPUs in turn. Returns the exit code.
+// Runs check(c, schedules) for every case on each of these GPUs, or for the small cases on the GPUs
+// in turn. Without an argument, a case has all its schedules on one GPU and one on the others.
+// Returns the exit code.
 template <typename Check>
 int run_attention_cases(int argc, char** argv, std::initializer_list<const char*> small_cases,
                         std::span<const emulator::Gpu> gpus, Check check) {
@@ -111,9 +112,12 @@ int run_attention_cases(int argc, char** argv, std::initializer_list<const char*
   for (size_t i = 0; i < cases.size(); ++i) {
     const AttentionCase& c = cases[i];
     if (argc > 2 && !strstr(c.name, argv[2])) continue;
-    const auto schedules = emulator::schedules(argc, argv, &c - kAttentionCases);
+    const auto all = emulator::schedules(argc, argv, &c - kAttentionCases);
     for (size_t j = 0; j < gpus.size(); ++j) {
-      if (emulator::small(argc, argv) && j != i % gpus.size()) continue;
+      const bool turn = j == i % gpus.size();
+      if (emulator::small(argc, argv) && !turn) continue;
+      auto schedules = all;
+      if (argc < 2 && !turn) schedules.resize(1);
       emulator::machine.gpu = gpus[j];
       if (gpus.size() > 1) printf("%s:\n", gpus[j].name);
       check(c, schedules);

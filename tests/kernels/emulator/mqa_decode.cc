@@ -1,6 +1,7 @@
 // Runs the mqa_decode kernels on the emulator and compares them with float64 results.
 #include "emulator.h"
 #include "far_rows.h"
+#include "mqa_decode/combine.cu"
 #include "mqa_decode/fwd.cu"
 #include "problems/mqa_decode_problem.h"
 
@@ -55,7 +56,6 @@ void run(const DecodeCase& tried, const emulator::Options& options, int64_t far 
   p.starts = starts.data(), p.ends = ends.data();
   p.sinks = c.with.sinks ? x.sinks.data() : nullptr;
   p.page_table = paged ? page_table.data() : nullptr;
-  p.cuts = c.with.lists ? x.cuts.data() : nullptr;
   p.out = c.with.normalized ? static_cast<void*>(out.data()) : floats.data();
   p.max_logit = max_logit.data(), p.log_sum = log_sum.data();
   p.partial = reinterpret_cast<float*>(partial.data());
@@ -171,19 +171,6 @@ const DecodeCase kCases[] = {
       {.separate_values = true, .page_size = 64, .holes = true, .starts = 2, .infinite = true}},
      3,
      kSplitAll},
-    {{"lists", 4, 1, 256, 32, 2, 128, {.separate_values = true, .page_size = 16, .lists = true}},
-     3,
-     kSplitAll},
-    {{"lists, sinks",
-      3,
-      1,
-      192,
-      36,
-      3,
-      64,
-      {.separate_values = true, .page_size = 64, .sinks = 2, .lists = true}},
-     5,
-     kUsual},
     {{"separate values 64, queries",
       3,
       4,
@@ -271,7 +258,7 @@ int main(int argc, char** argv) {
       emulator::cases(argc, argv, kCases,
                       {"one request", "few requests", "many, whole", "queries", "pages of 7, sharp",
                        "few, equally long, pages", "few, floats", "separate values 128",
-                       "separate values 256, pages", "separate values 64", "lists", "records",
+                       "separate values 256, pages", "separate values 64", "records",
                        "few, records", "huge scores", "few, huge scores"},
                       [](const DecodeCase& c) { return c.c.name; });
   for (const DecodeCase& c : cases) {

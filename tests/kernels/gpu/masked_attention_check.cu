@@ -397,13 +397,13 @@ void time_variants(const char* filter, const Bench& b, std::initializer_list<con
   x.free();
 }
 
-template <int kD, int kE, int kQInRegisters, bool kUsePingPong>
-using Variant =
-    masked_attention::FwdTraits<DType::kBF16, kD, kE, false, false, kQInRegisters, kUsePingPong>;
+template <int kD, int kE, int kQInRegisters, bool kUsePingPong, int kWarpgroups = 2>
+using Variant = masked_attention::FwdTraits<DType::kBF16, kD, kE, false, false, kWarpgroups,
+                                            kQInRegisters, kUsePingPong>;
 
 template <int kQInRegisters, bool kUsePingPong>
 using BiasVariant =
-    masked_attention::FwdTraits<DType::kBF16, 128, 128, true, true, kQInRegisters, kUsePingPong>;
+    masked_attention::FwdTraits<DType::kBF16, 128, 128, true, true, 2, kQInRegisters, kUsePingPong>;
 
 void variants(const char* filter) {
   for (int i : {0, 1}) {
@@ -417,8 +417,10 @@ void variants(const char* filter) {
   time_variants<Variant<192, 128, 0, true>, Variant<192, 128, 4, true>,
                 Variant<192, 128, 0, false>>(filter, kBenches[2],
                                              {"0 in registers", "4 in registers", "no ping-pong"});
-  time_variants<Variant<64, 64, 4, true>, Variant<64, 64, 0, true>, Variant<64, 64, 4, false>>(
-      filter, kBenches[4], {"4 in registers", "0 in registers", "4 in registers, no ping-pong"});
+  time_variants<Variant<64, 64, 0, true, 3>, Variant<64, 64, 4, true>, Variant<64, 64, 0, true>,
+                Variant<64, 64, 4, false>>(
+      filter, kBenches[4],
+      {"3 warpgroups", "4 in registers", "0 in registers", "4 in registers, no ping-pong"});
   time_variants<Variant<256, 256, 4, true>, Variant<256, 256, 0, true>,
                 Variant<256, 256, 4, false>>(
       filter, kBenches[5], {"4 in registers", "0 in registers", "4 in registers, no ping-pong"});

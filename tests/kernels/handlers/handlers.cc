@@ -23,6 +23,7 @@
 #include "ffi/masked_attention_bwd.cc"
 #include "ffi/mqa_decode.cc"
 #include "ffi/sparse_attention.cc"
+#include "ffi/sparse_attention_decode.cc"
 #include "ffi/sparse_mla.cc"
 #include "ffi/sparse_mla_bwd.cc"
 #include "ffi/sparse_mla_decode.cc"
@@ -63,10 +64,14 @@ RECORD(launch_htree_build, HTreeBuildParams)
 RECORD(launch_htree_bwd, HTreeBwdParams)
 RECORD(launch_htree_decode, HTreeDecodeParams)
 RECORD(launch_htree_fwd, HTreeFwdParams)
+RECORD(launch_indexer_block_topk, IndexerBlockTopkParams)
 RECORD(launch_indexer_bwd, IndexerBwdParams)
+RECORD(launch_indexer_candidates, IndexerCandidatesParams)
 RECORD(launch_indexer_fwd, IndexerFwdParams)
 RECORD(launch_indexer_topk, IndexerTopkParams)
 RECORD(launch_kl_rows, KlRowsParams)
+RECORD(launch_mean_pool_bwd, MeanPoolParams)
+RECORD(launch_mean_pool_fwd, MeanPoolParams)
 RECORD(launch_masked_attention_bwd, MaskedAttentionBwdParams)
 RECORD(launch_masked_attention_fwd, MaskedAttentionFwdParams)
 RECORD(launch_mqa_decode, MqaDecodeParams)
@@ -75,6 +80,7 @@ RECORD(launch_quantize_tiles, QuantizeTilesParams)
 RECORD(launch_quantize_transpose, QuantizeTransposeParams)
 RECORD(launch_scale_rows, ScaleRowsParams)
 RECORD(launch_sparse_attention_bwd, SparseAttentionBwdParams)
+RECORD(launch_sparse_attention_decode, SparseAttentionDecodeParams)
 RECORD(launch_sparse_attention_fwd, SparseAttentionFwdParams)
 RECORD(launch_sparse_mla_bwd, SparseMlaBwdParams)
 RECORD(launch_sparse_mla_decode, SparseMlaDecodeParams)
@@ -355,6 +361,57 @@ void test_sparse_attention() {
   check_true("their stride", launched<SparseAttentionFwdParams>.sinks_stride == 32);
 }
 
+// A call of sparse attention over caches.
+struct CachedBlockLists {
+  Array k = bf16({2, 96, 2, 64}), v = k;
+  Array blocks = s32({2, 3, 2, 5});
+  Array page_table, k_scale, v_scale;
+  int block_size = 16, page_size = 1;
+  int64_t dim = 64;
+
+  ffi::Error operator()() const {
+    return sparse_attention_decode(nullptr, bf16({2, 3, 8, dim}), k, v, blocks, s32({2, 3}),
+                                   f32({1, 8}), page_table, k_scale, v_scale, bf16({2, 3, 8, dim}),
+                                   f32({2, 3, 8}), f32({2, 3, 8}), 1.f, block_size, page_size,
+                                   true);
+  }
+};
+
+void test_sparse_attention_decode() {
+  const auto fails = [](const char* what, const CachedBlockLists& x, const std::string& message) {
+    expect(what, x(), "sparse_attention_decode: " + message);
+  };
+  const SparseAttentionDecodeParams& p = launched<SparseAttentionDecodeParams>;
+  const Array codes(DataType::F8E4M3FN, {1, 96, 2, 64});
+  CachedBlockLists x;
+  expect("flat caches", x());
+  check_true("their rows", p.batch_rows == 96 && p.keys == 96 && !p.fp8 && !p.page_table);
+  check_true("the lists", p.slots == 5 && p.block_size == 16 && p.batch_invariant);
+  check_true("sinks that the batch shares", p.sinks && p.sinks_stride == 0);
+  x.k = x.v = codes, x.k_scale = f32({1, 96, 2}), x.page_table = s32({2, 7}), x.page_size = 12;
+  expect("pages of FP8", x());
+  check_true("their rows", p.batch_rows == 0 && p.keys == 84 && p.pages == 8 && p.fp8);
+  check_true("factors of the keys", p.k_scale && !p.v_scale);
+  x.page_size = 10;
+  fails("pages of 10", x, "'k' has 96 rows, expected a multiple of page_size = 10 up to 2^31 - 1");
+  x = {}, x.v_scale = f32({2, 96, 2});
+  fails("factors of bfloat16", x, "'k_scale' and 'v_scale' are for FP8 caches only");
+  x = {}, x.k = x.v = codes, x.v_scale = f32({1, 96, 1});
+  fails("factors of one head", x, "'v_scale' has shape (1, 96, 1), expected (1, 96, 2)");
+  x = {}, x.v = codes;
+  fails("values in FP8 alone", x, "'v' has dtype float8_e4m3fn, expected bfloat16");
+  x = {}, x.v = bf16({2, 95, 2, 64});
+  fails("fewer values than keys", x, "'v' has shape (2, 95, 2, 64), expected (2, 96, 2, 64)");
+  x = {}, x.blocks = s32({2, 3, 1, 5});
+  fails("one list for all groups", x, "'blocks' has shape (2, 3, 1, 5), expected (2, 3, 2, 5)");
+  x = {}, x.block_size = 2;
+  fails("blocks of 2", x, "block_size is 2, expected 1, 4, 16, 32, 64 or 128");
+  x = {}, x.block_size = 128, x.blocks = s32({2, 3, 2, 1 << 24});
+  fails("too many keys in a list", x, "K is 16777216, expected 0 to 16777213");
+  x = {}, x.dim = 96, x.k = x.v = bf16({2, 96, 2, 96});
+  fails("96 dimensions", x, "D is 96, expected 64, 128 or 256");
+}
+
 void test_block_mask() {
   const auto compress = [](Array mask, int64_t map_heads, Array ranges = kAbsent) {
     const Array rows = s32({1, 130}), tiles = s32({1, map_heads, 2, 2});
@@ -427,12 +484,11 @@ void test_attn_dist() {
 }
 
 void test_mqa_decode() {
-  const auto decode = [](Array k, Array v, int64_t dim, DataType type, Array table = kAbsent,
-                         Array cuts = kAbsent) {
+  const auto decode = [](Array k, Array v, int64_t dim, DataType type, Array table = kAbsent) {
     const int64_t value_dim = present(AnyBuffer(v)) ? dim : 512;
     const MqaDecodeWorkspace w = mqa_decode_workspace(mqa_decode_rows(1, 8, 1, dim, false));
     return mqa_decode(nullptr, bf16({2, 1, 8, dim}), k, v, s32({2, 1}), s32({2, 1}), kAbsent, table,
-                      cuts, Array(type, {2, 1, 8, value_dim}), f32({2, 1, 8}), f32({2, 1, 8}),
+                      Array(type, {2, 1, 8, value_dim}), f32({2, 1, 8}), f32({2, 1, 8}),
                       f32({w.rows, value_dim}), f32({w.rows, 2}), s32({w.split_tiles, 2}), 1.f, 1,
                       true);
   };
@@ -443,15 +499,10 @@ void test_mqa_decode() {
   check_true("their stride", launched<MqaDecodeParams>.batch_rows == 0);
   check_true("their output", launched<MqaDecodeParams>.out_float);
   const Array rows = bf16({1, 9, 2, 64});
-  const auto listed = [&](Array table, Array cuts) {
-    return decode(rows, rows, 64, DataType::BF16, table, cuts);
-  };
-  expect("tables of groups", listed(s32({2, 2, 5}), s32({2, 1})));
-  check_true("their tables", launched<MqaDecodeParams>.group_tables);
-  expect("tables of other groups", listed(s32({2, 1, 5}), s32({2, 1})),
-         "mqa_decode: 'page_table' has shape (2, 1, 5), expected (2, 2, 5)");
-  expect("cuts of other requests", listed(s32({2, 2, 5}), s32({1, 1})),
-         "mqa_decode: 'cuts' has shape (1, 1), expected (2, 1)");
+  expect("pages", decode(rows, rows, 64, DataType::BF16, s32({2, 5})));
+  check_true("their number", launched<MqaDecodeParams>.pages == 9);
+  expect("page tables of other requests", decode(rows, rows, 64, DataType::BF16, s32({1, 5})),
+         "mqa_decode: 'page_table' has shape (1, 5), expected (2, 5)");
   expect("96 dimensions", decode(bf16({1, 9, 1, 96}), bf16({1, 9, 1, 96}), 96, DataType::BF16),
          "mqa_decode: D of keys with values is 96, expected 64, 128 or 256");
   expect("integers", decode(bf16({2, 9, 1, 576}), kAbsent, 576, DataType::S32),
@@ -487,6 +538,123 @@ void test_htree() {
   check_true("it is built", launched<HTreeBuildParams>.tokens == 300);
   expect("a small workspace", forward(16, 8, 4, 0),
          "htree_fwd: the workspace 'building' has 0 bytes, expected at least 1280");
+}
+
+void test_indexer_candidates() {
+  const auto select = [](int64_t keys, Array page_table, Array candidates, int64_t block_size,
+                         int64_t k, int64_t words) {
+    const Array q = bf16({2, 3, 40, 128}),
+                pool = bf16({present(AnyBuffer(page_table)) ? 1 : 2, keys, 128});
+    return indexer_candidates_fwd(nullptr, q, pool, f32({2, 3, 40}), kAbsent, s32({2, 3}),
+                                  s32({2, 3}), page_table, candidates, s32({2, 3, k}),
+                                  f32({2, 3, k}), f32({words}), true, 64, block_size);
+  };
+  const IndexerCandidatesParams& p = launched<IndexerCandidatesParams>;
+  expect("blocks of 8", select(500, kAbsent, s32({2, 3, 10}), 8, 20, 91));
+  check_true("the blocks", p.candidates && p.slots == 10 && p.block_size == 8 && p.capacity == 91);
+  check_true("the keys", p.logits.keys == 500 && p.k == 20);
+  expect("pages", select(256, s32({2, 3}), s32({2, 3, 10}), 8, 20, 91));
+  check_true("their keys", p.logits.keys == 192 && p.logits.pages == 4 && p.logits.pools == 1);
+  expect("a small workspace", select(500, kAbsent, s32({2, 3, 10}), 8, 20, 90),
+         "indexer_candidates_fwd: the workspace 'workspace' has 360 bytes, expected at least 364");
+  expect("candidates of one query", select(500, kAbsent, s32({2, 1, 10}), 8, 20, 91),
+         "indexer_candidates_fwd: 'candidates' has shape (2, 1, 10), expected (2, 3, 10)");
+  expect("blocks of no keys", select(500, kAbsent, s32({2, 3, 10}), 0, 20, 91),
+         "indexer_candidates_fwd: block_size is 0, expected 1 to 2147483647");
+  expect("many blocks", select(1 << 21, kAbsent, s32({2, 3, 10}), 1, 20, 91),
+         "indexer_candidates_fwd: S / block_size is 2097152, expected 0 to 1048576");
+  expect("many keys", select(9000, kAbsent, s32({2, 3, 1000}), 8, 5000, 1 << 20),
+         "indexer_candidates_fwd: min(K, M * block_size) is 5000, expected 0 to 4096");
+}
+
+void test_mean_pool() {
+  const auto forward = [](Array values, Array starts, Array keys, int64_t ratio) {
+    return mean_pool_fwd(nullptr, values, starts, keys, ratio);
+  };
+  const MeanPoolParams& p = launched<MeanPoolParams>;
+  expect("pools of 4", forward(bf16({2, 43, 1, 12}), kAbsent, bf16({2, 10, 12}), 4));
+  check_true("their sizes", p.batch == 2 && p.tokens == 43 && p.ratio == 4 && p.dim == 12);
+  check_true("their factor", p.factor == 0.25f && !p.starts && p.dtype == DType::kBF16);
+  expect("documents", forward(bf16({2, 43, 1, 12}), s32({2, 43}), bf16({2, 14, 12}), 3));
+  check_true("their starts", p.starts && p.factor == 1.f / 3);
+  expect("pools of 200", forward(bf16({2, 43, 1, 12}), kAbsent, bf16({2, 0, 12}), 200),
+         "mean_pool_fwd: R is 200, expected 1 to 128");
+  expect("two halves", forward(bf16({2, 43, 2, 12}), kAbsent, bf16({2, 10, 12}), 4),
+         "mean_pool_fwd: H is 2, expected 1");
+  expect("other keys", forward(bf16({2, 43, 1, 12}), kAbsent, bf16({2, 11, 12}), 4),
+         "mean_pool_fwd: 'keys' has shape (2, 11, 12), expected (2, 10, 12)");
+  expect("gradients of the keys",
+         mean_pool_bwd(nullptr, kAbsent, f32({1, 2, 8}), f32({1, 9, 1, 8}), 4));
+  check_true("their sizes", p.tokens == 9 && p.dim == 8 && p.dtype == DType::kF32);
+  expect("gradients of another dtype",
+         mean_pool_bwd(nullptr, kAbsent, bf16({1, 2, 8}), f32({1, 9, 1, 8}), 4),
+         "mean_pool_bwd: 'dkeys' has dtype bfloat16, expected float32");
+}
+
+// A call of the indexer's selection of blocks: 2 requests of 3 queries, with 4 heads that select
+// for themselves.
+struct BlockTopk {
+  int64_t groups = 4, heads = 1, keys = 600, block_size = 128, page_size = 0, top_k = 2;
+  int64_t score_pairs = 4 * 5 * 3, floats = 0;
+  Array weights, starts, page_table;
+
+  ffi::Error forward() const {
+    const int64_t batch = page_size ? 1 : 2;
+    const Shape out = {2, 3, groups, top_k};
+    return indexer_block_topk_fwd(nullptr, bf16({2, 3, groups, heads, 64}), bf16({batch, keys, 64}),
+                                  weights, kAbsent, starts, s32({2, 3}), page_table, s32(out),
+                                  f32(out), s32(out), f32({score_pairs, 2}), f32({floats}), false,
+                                  page_size, block_size, 1, 2);
+  }
+  void expect_error(const char* what, const std::string& message) const {
+    expect(what, forward(), "indexer_block_topk_fwd: " + message);
+  }
+};
+
+void test_indexer_block_topk() {
+  using Params = IndexerBlockTopkParams;
+  const BlockTopk rows;
+  expect("heads that select", rows.forward());
+  check_true("heads that select", launched<Params>.capacity == 3 && launched<Params>.k == 2 &&
+                                      launched<Params>.logits.heads == 4 &&
+                                      launched<Params>.logits.weights == nullptr &&
+                                      launched<Params>.logits.starts == nullptr);
+  BlockTopk x = rows;
+  x.heads = 2;
+  x.expect_error("no weights", "J without weights is 2, expected 1");
+  x = rows, x.score_pairs = 19;
+  x.expect_error("few scores", "the workspace 'scores' has 152 bytes, expected at least 160");
+  x = rows, x.block_size = 601;
+  x.expect_error("a large block", "block_size is 601, expected 1 to 600");
+  x = rows, x.keys = 20000, x.block_size = 1;
+  x.expect_error("many blocks", "the number of blocks is 20000, expected 0 to 16384");
+
+  BlockTopk pages = rows;
+  pages.keys = 1024, pages.page_size = 64, pages.page_table = s32({2, 7});
+  pages.score_pairs = 4 * 4;
+  expect("pages", pages.forward());
+  check_true("pages", launched<Params>.logits.pages == 16 && launched<Params>.logits.keys == 448 &&
+                          launched<Params>.capacity == 1);
+  pages.starts = s32({2, 3});
+  pages.expect_error("pages and starts",
+                     "'starts' is given, expected none with pages without weights");
+  pages.starts = kAbsent, pages.block_size = 100;
+  pages.expect_error("pages and odd blocks",
+                     "block_size with pages is 100, expected a multiple of 64");
+
+  BlockTopk together = rows;
+  together.groups = 1, together.heads = 4, together.weights = f32({2, 3, 1, 4});
+  together.score_pairs = 5 * 6, together.floats = 600 * 2;
+  together.expect_error("no starts", "'starts' has shape (0,), expected (B, T)");
+  together.starts = s32({2, 3});
+  expect("heads together", together.forward());
+  check_true("heads together",
+             launched<Params>.capacity == 2 && launched<Params>.logits.weights != nullptr);
+  together.floats = 599;
+  together.expect_error("few logits",
+                        "the workspace 'logits' has 2396 bytes, expected at least 2400");
+  together.floats = 600, together.groups = 2;
+  together.expect_error("two groups", "G with weights is 2, expected 1");
 }
 
 void test_topk() {
@@ -544,11 +712,15 @@ int main() {
   test_block_masks_of_masked_attention();
   test_other_operands_of_masked_attention();
   test_sparse_attention();
+  test_sparse_attention_decode();
   test_block_mask();
   test_sparse_mla();
   test_attn_dist();
   test_mqa_decode();
   test_htree();
+  test_indexer_candidates();
+  test_mean_pool();
+  test_indexer_block_topk();
   test_topk();
   test_gpus();
   printf(failures == 0 ? "all good\n" : "%d failures\n", failures);

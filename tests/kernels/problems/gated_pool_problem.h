@@ -29,6 +29,9 @@ inline const Case kCases[] = {
     {"ratio 4, overlapping, documents", 2, 70, 4, 2, 132, DType::kBF16, true},
     {"ratio 4, overlapping, documents, f32", 1, 61, 4, 2, 64, DType::kF32, true},
     {"ratio 4, f16, large gates", 1, 32, 4, 1, 128, DType::kF16, false, 60.f},
+    {"ratio 4", 2, 43, 4, 1, 132},
+    {"ratio 4, documents", 2, 90, 4, 1, 256, DType::kBF16, true},
+    {"ratio 4, documents, f32", 1, 61, 4, 1, 64, DType::kF32, true},
     {"ratio 3, documents", 2, 50, 3, 1, 20, DType::kF32, true},
     {"ratio 1, overlapping", 1, 9, 1, 2, 8, DType::kF32, true},
     {"ratio 128", 1, 300, 128, 1, 72},
@@ -138,6 +141,69 @@ inline Problem make(const Case& c, bool scaled, uint64_t seed) {
     }
   }
   return p;
+}
+
+// Runs both passes of mean pooling and compares their results bit for bit: a pool's values are
+// added in order. `Memory` is as below.
+template <typename Memory>
+bool run_mean(const Case& c, uint64_t seed, Memory& memory) {
+  std::mt19937_64 random(seed);
+  std::normal_distribution<float> normal;
+  const int64_t slots = c.tokens / c.ratio;
+  std::vector<int32_t> starts;
+  std::vector<int64_t> key_of;  // of each token; -1 if it is in no pool
+  for (int64_t b = 0; b < c.batch; ++b) {
+    for (int64_t start = 0; start < c.tokens;) {
+      const int64_t length = c.packed ? 1 + random() % (3 * c.ratio) : c.tokens;
+      const int64_t end = std::min(start + length, c.tokens);
+      for (int64_t row = start; row < end; ++row) {
+        const int64_t block = (row - start) / c.ratio;
+        const bool whole = start + (block + 1) * c.ratio <= end;
+        starts.push_back(static_cast<int32_t>(start));
+        key_of.push_back(whole ? b * slots + start / c.ratio + block : -1);
+      }
+      start = end;
+    }
+  }
+  std::vector<uint8_t> values, dkeys, keys, dvalues;  // NaN where they do not count
+  std::vector<double> dkey;
+  std::vector<float> sums(c.batch * slots * c.dim);
+  std::vector<bool> is_key(c.batch * slots);
+  const auto factor = static_cast<float>(1. / c.ratio);
+  for (int64_t t = 0; t < c.batch * c.tokens; ++t) {
+    const int64_t key = key_of[t];
+    for (int d = 0; d < c.dim; ++d) {
+      const float x = append(values, c.dtype, key < 0 ? NAN : normal(random));
+      if (key < 0) continue;
+      float& sum = sums[key * c.dim + d];
+      sum = is_key[key] ? sum + x : x;
+    }
+    if (key >= 0) is_key[key] = true;
+  }
+  for (size_t i = 0; i < sums.size(); ++i) {
+    const bool is = is_key[i / c.dim];
+    dkey.push_back(append(dkeys, c.dtype, is ? normal(random) : NAN));
+    append(keys, c.dtype, is ? sums[i] * factor : 0.f);
+  }
+  for (int64_t i = 0; i < c.batch * c.tokens * c.dim; ++i) {
+    const int64_t key = key_of[i / c.dim];
+    const double dy = key < 0 ? 0 : dkey[key * c.dim + i % c.dim];
+    append(dvalues, c.dtype, static_cast<float>(dy) * factor);
+  }
+  jax_dsa::MeanPoolParams p = {};
+  p.batch = c.batch, p.tokens = c.tokens, p.ratio = c.ratio, p.dim = c.dim, p.dtype = c.dtype;
+  p.factor = factor;
+  p.starts = c.packed ? memory.put(starts) : nullptr;
+  auto* const to_keys = memory.template room<uint8_t>(keys.size());
+  auto* const to_dvalues = memory.template room<uint8_t>(dvalues.size());
+  p.from = memory.put(values), p.to = to_keys;
+  memory.require(jax_dsa::launch_mean_pool_fwd(p, nullptr));
+  p.from = memory.put(dkeys), p.to = to_dvalues;
+  memory.require(jax_dsa::launch_mean_pool_bwd(p, nullptr));
+  const bool same = memory.get(static_cast<const uint8_t*>(to_keys), keys.size()) == keys &&
+                    memory.get(static_cast<const uint8_t*>(to_dvalues), dvalues.size()) == dvalues;
+  printf("%-4s %-48s mean\n", same ? "ok" : "BAD", c.name);
+  return same;
 }
 
 // Runs both passes and compares their results. `Memory` provides `put`, `room` (returns poisoned

@@ -32,8 +32,6 @@ struct Extras {
   bool full = false;     // all requests have all keys
   bool shared = false;   // all requests read the first request's keys; flat only
   bool records = false;  // keys are FP8 records
-  bool lists = false;    // each KV head group has its own page table, in which some pages occur
-                         // several times and some have fewer keys
   float huge = 0.f;      // the score of every third key, or of all keys of every second request
   bool exact_max = false;
 };
@@ -48,18 +46,16 @@ struct Problem {
   Case c;
   std::vector<bf16> q, k, v;     // as the kernel reads them
   std::vector<uint8_t> records;  // used instead of k
-  std::vector<int32_t> starts, ends, page_table, cuts;
+  std::vector<int32_t> starts, ends, page_table;
   std::vector<float> sinks;
   int pages = 0;
   float scale;
 
   int value_dim() const { return c.with.separate_values ? c.dim : 512; }
   // Returns the row of a request's key in `k`, or -1.
-  int64_t row(int batch, int key, int group = 0) const {
+  int64_t row(int batch, int key) const {
     if (c.with.page_size == 0) return (c.with.shared ? 0 : int64_t{batch} * c.keys) + key;
-    const int table = c.with.lists ? batch * c.groups + group : batch;
-    int page = page_table[table * (c.keys / c.with.page_size) + key / c.with.page_size];
-    if (c.with.lists && page >= pages && key % c.with.page_size < cuts[batch]) page -= pages;
+    const int page = page_table[batch * (c.keys / c.with.page_size) + key / c.with.page_size];
     if (page < 0 || page >= pages) return -1;
     const int64_t pool = c.with.pools ? int64_t{batch} * pages : 0;
     return (pool + page) * c.with.page_size + key % c.with.page_size;
@@ -114,17 +110,6 @@ inline Problem make(const Case& c, uint64_t seed) {
       p.page_table.push_back(hole ? odd[random() % 4] : free[i]);
     }
   }
-  if (c.with.lists) {
-    for (int b = 0; b < c.batch; ++b) p.cuts.push_back(random() % c.with.page_size);
-    const int holes[] = {INT_MIN, -1, 2 * p.pages, INT_MAX};
-    p.page_table.resize(c.batch * c.groups * (c.keys / c.with.page_size));
-    for (auto& page : p.page_table) {
-      const int number = static_cast<int>(random() % p.pages);
-      page = random() % 4 == 0   ? holes[random() % 4]
-             : random() % 4 == 0 ? p.pages + number
-                                 : number;
-    }
-  }
   p.q.resize(int64_t{c.batch} * c.queries * c.heads * c.dim);
   for (auto& x : p.q) x = __float2bfloat16(normal(random) * c.with.q_size);
   p.k.resize(rows * c.groups * c.dim + 8);
@@ -168,7 +153,7 @@ inline Problem make(const Case& c, uint64_t seed) {
   for (int b = 0; b < c.batch; ++b) {
     for (int i = 0; i < c.keys * c.groups; ++i) {
       const int key = i / c.groups, group = i % c.groups;
-      const int64_t row = p.row(b, key, group);
+      const int64_t row = p.row(b, key);
       for (int t = 0; t < c.queries && row >= 0; ++t) {
         if (p.sees(int64_t{b} * c.queries + t, key)) seen[row * c.groups + group] = true;
       }
@@ -214,7 +199,7 @@ inline Row attend(const Problem& p, int64_t token, int head) {
   std::vector<double> scores(c.keys, -INFINITY);
   bool poisoned = false;
   for (int key = 0; key < c.keys; ++key) {
-    const int64_t at = p.sees(token, key) ? p.row(batch, key, group) : -1;
+    const int64_t at = p.sees(token, key) ? p.row(batch, key) : -1;
     if (at < 0) continue;
     double sum = 0;
     for (int d = 0; d < c.dim; ++d) {
@@ -242,7 +227,7 @@ inline Row attend(const Problem& p, int64_t token, int head) {
   for (int key = 0; key < c.keys; ++key) {
     if (scores[key] == -INFINITY) continue;
     const double weight = gate * std::exp(scores[key] - row.top - row.lse_above_top);
-    const bf16* value = p.value(p.row(batch, key, group), group);
+    const bf16* value = p.value(p.row(batch, key), group);
     for (int d = 0; d < E; ++d) row.out[d] += weight * __bfloat162float(value[d]);
   }
   return row;
@@ -294,7 +279,6 @@ inline jax_dsa::MqaDecodeParams shapes(const Problem& x) {
   p.out_float = !c.with.normalized, p.exact_max = c.with.exact_max;
   p.batch_rows = c.with.page_size > 0 || c.with.shared ? 0 : c.keys;
   if (c.with.pools) p.batch_rows = int64_t{x.pages} * c.with.page_size;
-  p.group_tables = c.with.lists;
   p.pages = x.pages, p.page_size = c.with.page_size;
   p.page_slots = c.with.page_size > 0 ? c.keys / c.with.page_size : 0;
   return p;

@@ -458,6 +458,7 @@ inline const SparseAttentionCase kSparseAttentionCases[] = {
      true},
     {"positions near 2^31", 1, 40, 100, 4, 1, 64, 64, 2, 16, Lists::kRandom, true,
      INT_MAX - int64_t{39}, 1, 2, true},
+    {"several ranges of queries", 1, 100, 250, 32, 1, 64, 64, 3, 64, Lists::kRandom, true, 150},
     {"packed", 2, 90, 213, 8, 2, 64, 64, 2, 16, Lists::kRandom, true, 0, 0, 1, false, true},
     {"packed, not causal", 1, 50, 150, 4, 1, 64, 64, 3, 4, Lists::kSimilar, false, 0, 0, 0, false,
      true},

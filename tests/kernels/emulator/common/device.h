@@ -24,7 +24,7 @@ struct Device {
 inline cudaError_t current_device(Device* device) {
   const emulator::Gpu& gpu = emulator::machine.gpu;
   *device = {emulator::machine.num_sms, 4, gpu.compute_capability, gpu.shared_bytes,
-             tier_of(gpu.compute_capability)};
+             gpu.compute_capability == kHopper ? Tier::kHopper : Tier::kPortable};
   return cudaSuccess;
 }
 

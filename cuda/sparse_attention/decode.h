@@ -1,0 +1,54 @@
+// Interface of sparse attention over caches: a few new queries per request, each of which sees the
+// blocks of cached keys that its KV heads list.
+#pragma once
+
+#include <cuda_runtime_api.h>
+
+#include <cstdint>
+
+namespace jax_dsa {
+
+// At most so many CTAs, a cluster, divide the keys of a query and KV head.
+inline constexpr int kSparseDecodeMaxSplits = 16;
+
+struct SparseAttentionDecodeParams {
+  const void* q;          // [batch, queries, heads, dim], bf16
+  const void* k;          // [pools * rows, groups, dim], bf16, or e4m3 if `fp8`. A pool has the
+                          // rows of a request, or the pages of all requests
+  const void* v;          // like k
+  const float* k_scale;   // [pools * rows, groups]: factors of the keys, or null. Requires `fp8`
+  const float* v_scale;   // the same for the values
+  const int32_t* blocks;  // [batch, queries, groups, slots]: numbers of blocks
+  const int32_t* ends;    // [batch, queries]: a query sees the keys before this position
+  const float* sinks;     // [batch, heads], or [heads] with sinks_stride = 0, or null
+  const int32_t* page_table;  // [batch, page_slots]: the pages of a request; any value outside
+                              // 0..pages-1 means no page. Null: position = row
+  void* out;                  // [batch, queries, heads, dim], bf16
+  float* max_logit;           // [batch, queries, heads]; -inf for a row without a key
+  float* log_sum;  // [batch, queries, heads]: log(sum(exp(score - max_logit))) without the sink; 0
+                   // for a row without a key
+  int64_t batch;
+  int64_t queries;
+  int64_t keys;        // positions per request
+  int64_t batch_rows;  // rows from one request's first row to the next's; 0 if all requests share
+                       // the rows
+  int heads;           // a multiple of groups
+  int groups;
+  int dim;  // 64, 128 or 256
+  int slots;
+  int block_size;  // a power of two
+  int pages;
+  int page_size;
+  int page_slots;
+  int sinks_stride;
+  float scale;
+  bool fp8;
+  bool batch_invariant;  // the division of keys does not depend on the other queries
+  int splits = 0;        // CTAs that divide the keys of a list: 1, 2, 4, 8 or 16; 0 for the number
+                         // that is estimated to be the fastest, or fixed for `batch_invariant`
+};
+
+cudaError_t launch_sparse_attention_decode(const SparseAttentionDecodeParams& params,
+                                           cudaStream_t stream);
+
+}  // namespace jax_dsa
