@@ -45,7 +45,7 @@ ffi::Error attn_dist_fwd(cudaStream_t stream, BF16 q, BF16 kv, S32 indices, F32 
   return launch_status(kOp, launch_attn_dist_fwd(params, stream));
 }
 
-DSA_FFI_HANDLER("jax_dsa.attn_dist_fwd.v2", attn_dist_fwd, kHopperOnly);
+DSA_FFI_HANDLER("jax_dsa.attn_dist_fwd.v2", attn_dist_fwd, kEveryGpu);
 
 }  // namespace
 }  // namespace jax_dsa

@@ -23,7 +23,7 @@ ffi::Error sparse_mla_fwd(cudaStream_t stream, BF16 q, BF16 kv, S32 indices, Any
   return launch_status(kOp, launch_sparse_mla_fwd(params, stream));
 }
 
-DSA_FFI_HANDLER("jax_dsa.sparse_mla_fwd.v2", sparse_mla_fwd, kHopperOnly);
+DSA_FFI_HANDLER("jax_dsa.sparse_mla_fwd.v2", sparse_mla_fwd, kEveryGpu);
 
 }  // namespace
 }  // namespace jax_dsa

@@ -76,7 +76,7 @@ ffi::Error sparse_mla_bwd(cudaStream_t stream, BF16 q, BF16 kv, S32 indices, Any
   return launch_status(kOp, launch_sparse_mla_bwd(params, stream));
 }
 
-DSA_FFI_HANDLER("jax_dsa.sparse_mla_bwd.v3", sparse_mla_bwd, kHopperOnly);
+DSA_FFI_HANDLER("jax_dsa.sparse_mla_bwd.v3", sparse_mla_bwd, kEveryGpu);
 
 }  // namespace
 }  // namespace jax_dsa

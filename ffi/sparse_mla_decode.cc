@@ -70,7 +70,7 @@ ffi::Error sparse_mla_decode(cudaStream_t stream, BF16 q, AnyBuffer kv, S32 indi
   return launch_status(kOp, launch_sparse_mla_decode(params, stream));
 }
 
-DSA_FFI_HANDLER("jax_dsa.sparse_mla_decode.v4", sparse_mla_decode, kHopperOnly);
+DSA_FFI_HANDLER("jax_dsa.sparse_mla_decode.v4", sparse_mla_decode, kEveryGpu);
 
 }  // namespace
 }  // namespace jax_dsa

@@ -120,9 +120,8 @@ KERNELS = {
     "sparse_mla/bwd.cuh": ["sparse_mla::bwd_kernel<576, false, true>"],
     "sparse_mla/bwd_order.cuh": ["sparse_mla::order_kernel"],
     "sparse_mla/bwd_pack.cuh": ["sparse_mla::pack_kernel"],
-    "sparse_mla/decode.cuh": [
-        "sparse_mla::decode_kernel<576, true, jax_dsa::sparse_mla::Decode>",
-    ],
+    "sparse_mla/combine.cuh": ["sparse_mla::combine_kernel"],
+    "sparse_mla/decode.cuh": ["sparse_mla::decode_kernel<576, true, jax_dsa::sparse_mla::Decode>"],
     "sparse_mla/fwd.cuh": ["sparse_mla::fwd_kernel<576>"],
     "sparse_mla/fwd_few.cuh": ["sparse_mla::fwd_few_kernel<576, 16>"],
     "sparse_mla/sum_rows.cuh": ["sparse_mla::sum_rows_kernel<576>"],
@@ -134,11 +133,24 @@ KERNELS = {
 
 # Portable kernels, which are also compiled for the oldest GPU.
 PORTABLE = {
+    "attn_dist/portable_fwd.cuh": [
+        "attn_dist::portable_fwd_kernel<jax_dsa::attn_dist::PortableTraits<576, 2, 2, 1>>"
+    ],
     "mqa_decode/combine.cuh": KERNELS["mqa_decode/combine.cuh"],
     "gated_pool/pool.cuh": KERNELS["gated_pool/pool.cuh"],
     "masked_attention/portable_bwd.cuh": KERNELS["masked_attention/portable_bwd.cuh"],
     "masked_attention/portable_fwd.cuh": KERNELS["masked_attention/portable_fwd.cuh"],
     "losses/kl_rows.cuh": KERNELS["losses/kl_rows.cuh"],
+    "sparse_mla/combine.cuh": KERNELS["sparse_mla/combine.cuh"],
+    "sparse_mla/portable_bwd.cuh": [
+        "sparse_mla::portable_bwd_kernel<jax_dsa::sparse_mla::PortableBwdTraits<576, 32, 1, true>>"
+    ],
+    "sparse_mla/portable_fwd.cuh": [
+        "sparse_mla::portable_fwd_kernel<"
+        f"jax_dsa::mla::PortableTraits<576, 32, 1, 16, 16, 2, 2>, {records}>"
+        for records in ("false", "true")
+    ],
+    "sparse_mla/sum_rows.cuh": KERNELS["sparse_mla/sum_rows.cuh"],
     "topk/split.cuh": [
         f"topk::{kernel}_kernel<jax_dsa::topk::{variant}>"
         for kernel in ("topk", "split", "combine")

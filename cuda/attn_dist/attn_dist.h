@@ -5,6 +5,8 @@
 
 #include <cstdint>
 
+#include "common/device.h"
+
 namespace jax_dsa {
 
 // Slot k of a row of indices is valid if 0 <= index < min(keys, end) and k < topk_length. The
@@ -33,5 +35,13 @@ struct AttnDistFwdParams {
 };
 
 cudaError_t launch_attn_dist_fwd(const AttnDistFwdParams& params, cudaStream_t stream);
+
+namespace hopper {
+cudaError_t launch_attn_dist_fwd(const AttnDistFwdParams& params, cudaStream_t stream);
+}  // namespace hopper
+namespace portable {
+cudaError_t launch_attn_dist_fwd(const AttnDistFwdParams& params, const Device& device,
+                                 cudaStream_t stream);
+}  // namespace portable
 
 }  // namespace jax_dsa

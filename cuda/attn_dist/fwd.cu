@@ -4,7 +4,7 @@
 #include "attn_dist/fwd.cuh"
 #include "common/launch.cuh"
 
-namespace jax_dsa {
+namespace jax_dsa::hopper {
 namespace {
 
 template <int kD>
@@ -20,17 +20,8 @@ cudaError_t launch(const AttnDistFwdParams& p, cudaStream_t stream) {
 
 cudaError_t launch_attn_dist_fwd(const AttnDistFwdParams& p, cudaStream_t stream) {
   if (p.batch == 0 || p.queries == 0 || p.heads == 0 || p.slots == 0) return cudaSuccess;
-  if (p.groups <= 0 || p.heads % p.groups != 0 || p.head_group <= 0 ||
-      p.heads / p.groups % p.head_group != 0) {
-    return cudaErrorInvalidValue;
-  }
-  switch (p.dim) {
-    case 576:
-      return launch<576>(p, stream);
-    case 512:
-      return launch<512>(p, stream);
-  }
-  return cudaErrorInvalidValue;
+  if (!attn_dist::is_valid(p)) return cudaErrorInvalidValue;
+  return p.dim == 576 ? launch<576>(p, stream) : launch<512>(p, stream);
 }
 
-}  // namespace jax_dsa
+}  // namespace jax_dsa::hopper

@@ -37,6 +37,12 @@ struct alignas(1024) Shared {
   uint64_t free[kStages];
 };
 
+// Returns whether the kernels accept the parameters.
+inline bool is_valid(const AttnDistFwdParams& p) {
+  return p.groups > 0 && p.heads % p.groups == 0 && p.head_group > 0 &&
+         p.heads / p.groups % p.head_group == 0 && (p.dim == 576 || p.dim == 512);
+}
+
 // How the heads of one KV head group are divided into head tiles and work tiles.
 struct Layout {
   int sums;          // sums per KV head group

@@ -61,37 +61,51 @@ __device__ __forceinline__ void multiply_heads(float (&s)[32], const uint32_t (&
   wgmma_commit();
 }
 
-// Adds the first 2 * kHalf sums of lanes that differ in bit 2 * kHalf. The lower lane receives the
-// first half of the results, the upper one the second half.
-template <int kHalf>
-__device__ __forceinline__ void exchange_half(float (&sum)[16]) {
-  const bool upper = threadIdx.x & (2 * kHalf);
+// Adds the first 2 * kHalf sums of lanes that differ in bit kBit. The lower lane receives the first
+// half of the results, the upper one the second half.
+template <int kHalf, int kBit, int kSums>
+__device__ __forceinline__ void exchange_half(float (&sum)[kSums]) {
+  const bool upper = threadIdx.x & kBit;
 #pragma unroll
   for (int i = 0; i < kHalf; ++i) {
     const float passed = upper ? sum[i] : sum[i + kHalf];
     const float kept = upper ? sum[i + kHalf] : sum[i];
-    sum[i] = kept + __shfl_xor_sync(~0u, passed, 2 * kHalf);
+    sum[i] = kept + __shfl_xor_sync(~0u, passed, kBit);
   }
 }
 
-// Returns this lane's columns 2 * lane + {0, 1} of the sum over the warp's rows of exp2(s *
-// scale_log2 + offset). A row whose offset is -inf adds nothing, whatever its scores are.
-__device__ __forceinline__ float2 sum_rows(float (&s)[32], float scale_log2,
-                                           const float (&offset)[2]) {
+// Sums exp2(s * scale_log2 + offset) over the warp's 16 rows. Returns in the first elements of
+// `sum` the sums of this lane's columns: 2 * lane + {0, 1} of 64, or the column `half_column`
+// of 32. A row whose offset is -inf adds nothing, whatever its scores are.
+template <int kScores>
+__device__ __forceinline__ void sum_rows(float (&s)[kScores], float scale_log2,
+                                         const float (&offset)[2], float (&sum)[kScores / 2]) {
 #pragma unroll
-  for (int i = 0; i < 32; ++i) s[i] = exp2_approx(fmaf(s[i], scale_log2, offset[i / 2 % 2]));
+  for (int i = 0; i < kScores; ++i) s[i] = exp2_approx(fmaf(s[i], scale_log2, offset[i / 2 % 2]));
   const bool off[2] = {offset[0] == -INFINITY, offset[1] == -INFINITY};
   if (__any_sync(~0u, off[0] || off[1])) {
 #pragma unroll
-    for (int i = 0; i < 32; ++i) s[i] = off[i / 2 % 2] ? 0.f : s[i];
+    for (int i = 0; i < kScores; ++i) s[i] = off[i / 2 % 2] ? 0.f : s[i];
   }
-  float sum[16];  // entry i is column 8 * (i / 2) + 2 * (lane % 4) + i % 2
+  // Entry i is column 8 * (i / 2) + 2 * (lane % 4) + i % 2.
 #pragma unroll
-  for (int i = 0; i < 16; ++i) sum[i] = s[i / 2 * 4 + i % 2] + s[i / 2 * 4 + 2 + i % 2];
-  exchange_half<8>(sum);
-  exchange_half<4>(sum);
-  exchange_half<2>(sum);
+  for (int i = 0; i < kScores / 2; ++i) sum[i] = s[i / 2 * 4 + i % 2] + s[i / 2 * 4 + 2 + i % 2];
+  exchange_half<kScores / 4, 16>(sum);
+  exchange_half<kScores / 8, 8>(sum);
+  exchange_half<kScores / 16, 4>(sum);
+}
+
+// Returns this lane's columns 2 * lane + {0, 1} of the sum over the rows, for 64 columns.
+__device__ __forceinline__ float2 sum_rows(float (&s)[32], float scale_log2,
+                                           const float (&offset)[2]) {
+  float sum[16];
+  sum_rows(s, scale_log2, offset, sum);
   return make_float2(sum[0], sum[1]);
+}
+
+// Returns the column of 32 whose sum a lane has.
+__device__ __forceinline__ int half_column(int lane) {
+  return lane / 8 * 8 + lane % 4 * 2 + lane / 4 % 2;
 }
 
 // Returns the total of the sums of kWarps warps, which are kTile elements apart.

@@ -127,7 +127,11 @@ __device__ __forceinline__ uint32_t pack_e4m3(float a, float b, float c, float d
 // Multiplies two pairs of bf16, including subnormals.
 __device__ __forceinline__ uint32_t multiply_bf16(uint32_t a, uint32_t b) {
   uint32_t product;
+#if __CUDA_ARCH__ >= 900
   asm("mul.rn.bf16x2 %0, %1, %2;" : "=r"(product) : "r"(a), "r"(b));
+#else
+  asm("fma.rn.bf16x2 %0, %1, %2, %3;" : "=r"(product) : "r"(a), "r"(b), "r"(0x80008000u));  // + -0
+#endif
   return product;
 }
 

@@ -252,6 +252,10 @@ __device__ __forceinline__ void store_shared_4(uint32_t to, uint32_t x) {
   asm volatile("st.shared.b32 [%0], %1;" ::"r"(to), "r"(x) : "memory");
 }
 
+__device__ __forceinline__ void store_shared_8(uint32_t to, uint32_t x, uint32_t y) {
+  asm volatile("st.shared.v2.b32 [%0], {%1, %2};" ::"r"(to), "r"(x), "r"(y) : "memory");
+}
+
 // A store that may race with other such stores to the same word. The value of one of them remains,
 // whole.
 template <typename T>
@@ -271,9 +275,17 @@ __device__ __forceinline__ void count_if(int* counter, bool is) {
 
 // Adds to four floats in global memory at a 16-byte aligned address.
 __device__ __forceinline__ void red_add(float* to, float x, float y, float z, float w) {
+#if __CUDA_ARCH__ >= 900
   asm volatile("red.global.add.v4.f32 [%0], {%1, %2, %3, %4};" ::"l"(to), "f"(x), "f"(y), "f"(z),
                "f"(w)
                : "memory");
+#else
+  asm volatile(
+      "red.global.add.f32 [%0], %1;\nred.global.add.f32 [%0 + 4], %2;\n"
+      "red.global.add.f32 [%0 + 8], %3;\nred.global.add.f32 [%0 + 12], %4;" ::"l"(to),
+      "f"(x), "f"(y), "f"(z), "f"(w)
+      : "memory");
+#endif
 }
 
 // Does the same if `valid`.

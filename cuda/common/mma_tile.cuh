@@ -72,9 +72,8 @@ __device__ constexpr int slice_column(int n) {
 }
 
 // An operand in a tile with kRows rows. If kContractsRows, the product sums over the rows of the
-// tile, else over its columns. The operand of this warp starts at (row, column). With
-// kContractsRows it has kSlice columns of every block, from the column on: a power of two, of which
-// the column is a multiple.
+// tile, else over its columns. The operand of this warp starts at (row, column). It has kSlice
+// columns of every block, from the column on: a power of two, of which the column is a multiple.
 template <Side kSide, bool kContractsRows, int kRows, int kSlice = 64>
 class Operand {
  public:
@@ -91,7 +90,7 @@ class Operand {
   // 16 * k + [0, 16). For b, the first two registers belong to the first eight columns.
   __device__ __forceinline__ void load(int n, int k, uint32_t (&x)[4]) const {
     const int row = 16 * (kContractsRows ? k : n);
-    const int column = kContractsRows ? slice_column<kSlice>(n) : 16 * k;
+    const int column = slice_column<kSlice>(kContractsRows ? n : k);
     const uint32_t address = (at ^ (column % 64 * 2)) + (column / 64 * kRows + row) * 128;
     if constexpr (kContractsRows) {
       load_matrix_x4_transposed(address, x);

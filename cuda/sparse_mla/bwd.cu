@@ -6,9 +6,9 @@
 #include "sparse_mla/bwd_order.cuh"
 #include "sparse_mla/bwd_pack.cuh"
 #include "sparse_mla/sparse_mla.h"
-#include "sparse_mla/sum_rows.cuh"
+#include "sparse_mla/sum_rows.h"
 
-namespace jax_dsa {
+namespace jax_dsa::hopper {
 namespace {
 
 template <int kD>
@@ -60,31 +60,6 @@ cudaError_t launch_chunk(const SparseMlaBwdParams& unpacked, cudaStream_t stream
   return cudaErrorInvalidValue;
 }
 
-// Adds the stored rows of the current queries, which are chunk `chunk` of all queries, to the keys
-// of their batch entries.
-cudaError_t launch_sum_rows(const SparseMlaBwdParams& p, int64_t chunk, cudaStream_t stream) {
-  const int64_t first_row = p.first_query * sparse_mla_bwd_query_rows(p);
-  const int64_t rows = p.queries_at_once * sparse_mla_bwd_query_rows(p), entry = p.keys * p.groups;
-  const int64_t first_batch = p.first_query / p.queries,
-                end_batch = ceil_div(p.first_query + p.queries_at_once, p.queries);
-  const int64_t keys = (end_batch - first_batch) * entry;
-  if (rows == 0 || keys == 0) return cudaSuccess;
-  const int64_t ctas = ceil_div(keys, int64_t{sparse_mla::kSumKeys});
-  if (ctas > INT32_MAX || rows > INT32_MAX) return cudaErrorInvalidValue;
-  const sparse_mla::SumRowsParams sum = {
-      .rows = p.rows,
-      .order = p.row_order + first_row,
-      .key = p.row_key + first_row,
-      .dkv = p.dkv + first_batch * entry * p.dim,
-      .first_key = chunk * (p.batch * entry + 1) + first_batch * entry,
-      .keys = keys,
-      .row_count = static_cast<int>(rows),
-  };
-  const auto kernel =
-      p.dim == 576 ? sparse_mla::sum_rows_kernel<576> : sparse_mla::sum_rows_kernel<512>;
-  return launch_blocks(kernel, ctas, sparse_mla::kSumKeys * p.dim / 8, 0, stream, sum);
-}
-
 SparseMlaBwdParams packed(const SparseMlaBwdParams& p) {
   return sparse_mla::packed(p, sparse_mla::packed_queries(p));
 }
@@ -100,11 +75,6 @@ int64_t sparse_mla_bwd_order_bytes(const SparseMlaBwdParams& p) {
   const sparse_mla::BwdWork work(packed_params);
   return (sparse_mla::order_words(packed_params, work) + sparse_mla::packed_words(packed_params)) *
          4;
-}
-
-int64_t sparse_mla_bwd_query_rows(const SparseMlaBwdParams& p) {
-  const sparse_mla::BwdWork work(p);
-  return int64_t{p.groups} * work.stored_rows_per_slot() * work.key_tiles * kTile;
 }
 
 int64_t sparse_mla_bwd_p_ds_bytes(const SparseMlaBwdParams& p) {
@@ -125,9 +95,9 @@ cudaError_t launch_sparse_mla_bwd(const SparseMlaBwdParams& p, cudaStream_t stre
         p.queries_at_once < queries - first ? p.queries_at_once : queries - first;
     DSA_RETURN_IF_CUDA_ERROR(launch_chunk(chunk, stream));
     if (!p.by_rows) continue;
-    DSA_RETURN_IF_CUDA_ERROR(launch_sum_rows(chunk, first / p.queries_at_once, stream));
+    DSA_RETURN_IF_CUDA_ERROR(sparse_mla::launch_sum_rows(chunk, first / p.queries_at_once, stream));
   }
   return cudaSuccess;
 }
 
-}  // namespace jax_dsa
+}  // namespace jax_dsa::hopper

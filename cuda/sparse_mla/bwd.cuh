@@ -35,7 +35,7 @@
 //
 // The two rows of a step have the slots of their common keys first (bwd_order.cuh). The gradients
 // of these keys are summed over both rows and reduced once. With `by_rows` nothing is reduced: the
-// sums of each slot are stored ("stored rows") and then added in a fixed order (sum_rows.cuh).
+// sums of each slot are stored ("stored rows") and then added in a fixed order (sum_rows.cu).
 // docs/design/sparse_mla.md has an example in numbers.
 //
 // Deadlocks are impossible. CTAs take work tiles in the order of tile indices, and a work tile

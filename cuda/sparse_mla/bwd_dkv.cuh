@@ -6,7 +6,7 @@
 // Tiling. Slots are the rows of the MMAs, so that one reduction into global memory serves all
 // heads: two head tiles of one row, or one head tile each of two rows. The latter have the same
 // keys in their common key tiles. Half 0 has columns 0..255 and the first 32 columns of the ninth
-// block, half 1 the others. If kRows, the sums are stored as rows in bf16 for sum_rows.cuh and not
+// block, half 1 the others. If kRows, the sums are stored as rows in bf16 for sum_rows.cu and not
 // reduced.
 //
 // Warpgroups.

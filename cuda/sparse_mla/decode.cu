@@ -4,7 +4,7 @@
 #include "common/launch.cuh"
 #include "sparse_mla/decode.cuh"
 
-namespace jax_dsa {
+namespace jax_dsa::hopper {
 namespace {
 
 template <int kD, bool kRecords, typename Params>
@@ -32,4 +32,4 @@ cudaError_t launch_sparse_mla_decode(const SparseMlaDecodeParams& params, cudaSt
   return sparse_mla::launch_combine(p, stream);
 }
 
-}  // namespace jax_dsa
+}  // namespace jax_dsa::hopper

@@ -5,7 +5,7 @@
 #include "sparse_mla/fwd_few.cuh"
 #include "sparse_mla/sparse_mla.h"
 
-namespace jax_dsa {
+namespace jax_dsa::hopper {
 namespace {
 
 template <int kD, int kN>
@@ -41,4 +41,4 @@ cudaError_t launch_sparse_mla_fwd(const SparseMlaFwdParams& p, cudaStream_t stre
   return cudaErrorInvalidValue;
 }
 
-}  // namespace jax_dsa
+}  // namespace jax_dsa::hopper

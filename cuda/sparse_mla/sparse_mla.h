@@ -5,6 +5,7 @@
 
 #include <cstdint>
 
+#include "common/device.h"
 #include "mla/layout.h"
 
 namespace jax_dsa {
@@ -92,13 +93,31 @@ constexpr int sparse_mla_dkv_place(int column) {
 
 cudaError_t launch_sparse_mla_fwd(const SparseMlaFwdParams& params, cudaStream_t stream);
 
-// Sizes of the backward pass's workspace, sufficient for every device, and the number of rows per
-// query.
+// Returns the number of stored rows of a query.
+inline int64_t sparse_mla_bwd_query_rows(const SparseMlaBwdParams& p) {
+  const int heads = p.groups > 0 ? p.heads / p.groups : 0;
+  return int64_t{p.groups} * (heads > 128 ? (heads + 127) / 128 : 1) * ((p.slots + 63) / 64 * 64);
+}
+
+// Sizes of the backward pass's workspace, sufficient for every device.
 int64_t sparse_mla_bwd_counter_bytes(const SparseMlaBwdParams& params);
-int64_t sparse_mla_bwd_query_rows(const SparseMlaBwdParams& params);
 int64_t sparse_mla_bwd_p_ds_bytes(const SparseMlaBwdParams& params);
 int64_t sparse_mla_bwd_order_bytes(const SparseMlaBwdParams& params);
 
 cudaError_t launch_sparse_mla_bwd(const SparseMlaBwdParams& params, cudaStream_t stream);
+
+namespace hopper {
+cudaError_t launch_sparse_mla_fwd(const SparseMlaFwdParams& params, cudaStream_t stream);
+int64_t sparse_mla_bwd_counter_bytes(const SparseMlaBwdParams& params);
+int64_t sparse_mla_bwd_p_ds_bytes(const SparseMlaBwdParams& params);
+int64_t sparse_mla_bwd_order_bytes(const SparseMlaBwdParams& params);
+cudaError_t launch_sparse_mla_bwd(const SparseMlaBwdParams& params, cudaStream_t stream);
+}  // namespace hopper
+namespace portable {
+cudaError_t launch_sparse_mla_fwd(const SparseMlaFwdParams& params, const Device& device,
+                                  cudaStream_t stream);
+cudaError_t launch_sparse_mla_bwd(const SparseMlaBwdParams& params, const Device& device,
+                                  cudaStream_t stream);
+}  // namespace portable
 
 }  // namespace jax_dsa

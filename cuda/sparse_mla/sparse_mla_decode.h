@@ -73,4 +73,12 @@ inline int sparse_mla_decode_invariant_splits(int slots) {
 
 cudaError_t launch_sparse_mla_decode(const SparseMlaDecodeParams& params, cudaStream_t stream);
 
+namespace hopper {
+cudaError_t launch_sparse_mla_decode(const SparseMlaDecodeParams& params, cudaStream_t stream);
+}  // namespace hopper
+namespace portable {
+cudaError_t launch_sparse_mla_decode(const SparseMlaDecodeParams& params, const Device& device,
+                                     cudaStream_t stream);
+}  // namespace portable
+
 }  // namespace jax_dsa

@@ -1,4 +1,4 @@
-// Sums the rows that the sparse MLA backward kernel stores if it does not reduce them (see
+// Sums the rows that the sparse MLA backward kernels store if they do not reduce them (see
 // bwd.cuh):
 //
 //   dkv[key] += sum over its entries i, in order, of rows[order[i]]
@@ -13,6 +13,7 @@
 #include <cstdint>
 
 #include "common/ptx.cuh"
+#include "common/types.h"
 
 namespace jax_dsa::sparse_mla {
 

@@ -26,7 +26,12 @@ FWD = Pass(
     "attn_dist_fwd",
     xla.attn_dist_fwd,
     shardable="b t g h m",
-    kernel=Kernel(cuda.attn_dist_fwd, cuda.supports, limits=f"bfloat16; D {either(cuda.DIMS)}"),
+    kernel=Kernel(
+        cuda.attn_dist_fwd,
+        cuda.supports,
+        limits=f"bfloat16; D {either(cuda.DIMS)}",
+        portable=cuda.supports,
+    ),
 )
 BWD = Pass("attn_dist_bwd", xla.attn_dist_bwd, shardable="b t g h m")
 

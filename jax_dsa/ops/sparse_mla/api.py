@@ -35,6 +35,7 @@ FWD = Pass(
         cuda.sparse_mla_fwd,
         cuda.supports,
         limits=_LIMITS,
+        portable=cuda.supports,
         takes=cuda.TAKES,
     ),
 )
@@ -45,6 +46,7 @@ BWD = Pass(
         cuda.sparse_mla_bwd,
         cuda.supports,
         limits=_LIMITS,
+        portable=cuda.supports,
         takes=cuda.TAKES,
         prefer_query_sharding=cuda.sums_by_rows,
     ),
@@ -56,6 +58,7 @@ DECODE_FWD = Pass(
         cuda.sparse_mla_decode_fwd,
         cuda.decode_supports,
         limits=f"{_LIMITS}; or FP8 records with D {RECORD_DIM}",
+        portable=cuda.decode_supports,
         takes=cuda.DECODE_TAKES,
     ),
 )

@@ -1,6 +1,7 @@
 // Tests the attn_dist forward kernel against float64 results of the CPU, then times it.
 //   nvcc -std=c++20 -O3 -gencode arch=compute_90a,code=sm_90a -Icuda -Itests/kernels \
-//       -o attn_dist_check tests/kernels/gpu/attn_dist_check.cu cuda/attn_dist/fwd.cu
+//       -o attn_dist_check tests/kernels/gpu/attn_dist_check.cu \
+//       cuda/attn_dist/fwd.cu cuda/attn_dist/portable_fwd.cu cuda/attn_dist/tiers.cc
 //   ./attn_dist_check [test|small|bench|profile] [seed]
 // Wrong values everywhere mean wrong scores (Q K^T). Values that lack some heads, or exchanged
 // columns, mean wrong sums.

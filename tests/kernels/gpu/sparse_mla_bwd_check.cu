@@ -1,7 +1,7 @@
 // Tests the sparse MLA backward kernel against float64 results of the CPU, then times it.
 //   nvcc -std=c++20 -O3 -gencode arch=compute_90a,code=sm_90a -Icuda -Itests/kernels \
-//       -o sparse_mla_bwd_check tests/kernels/gpu/sparse_mla_bwd_check.cu cuda/sparse_mla/fwd.cu \
-//       cuda/sparse_mla/bwd.cu
+//       -o sparse_mla_bwd_check tests/kernels/gpu/sparse_mla_bwd_check.cu cuda/sparse_mla/*.cu \
+//       cuda/sparse_mla/tiers.cc
 //   ./sparse_mla_bwd_check [test|small|bench|profile] [seed]
 // Wrong dq with correct dkv, or the reverse, tells which kind of work tile is wrong. If both are
 // wrong, P or dS is.

@@ -1,7 +1,9 @@
 // Tests the sparse MLA forward kernel against float64 results of the CPU, then times it.
 //   nvcc -std=c++20 -O3 -gencode arch=compute_90a,code=sm_90a -Icuda -Itests/kernels \
-//       -o sparse_mla_check tests/kernels/gpu/sparse_mla_check.cu cuda/sparse_mla/fwd.cu
-//   ./sparse_mla_check [test|small|bench|profile] [seed]
+//       -o sparse_mla_check tests/kernels/gpu/sparse_mla_check.cu cuda/sparse_mla/*.cu \
+//       cuda/sparse_mla/tiers.cc
+//   ./sparse_mla_check [test|small|bench|portable|profile] [seed]
+// With JAX_DSA_TIER=portable the portable kernels run. `portable` times them with other traits.
 // A wrong lse means wrong scores (Q K^T). A correct lse with a wrong output means a wrong product
 // with V.
 #include <unistd.h>
@@ -12,12 +14,14 @@
 #include <cstdlib>
 #include <cstring>
 #include <functional>
+#include <span>
 #include <string>
 #include <vector>
 
 #include "gpu/check.cuh"
 #include "gpu/selected_keys.cuh"
 #include "sparse_mla/fwd.cuh"
+#include "sparse_mla/portable_fwd_launch.h"
 
 using jax_dsa::SparseMlaFwdParams;
 
@@ -45,6 +49,34 @@ struct Variant {
 const Variant kVariants[] = {
     {"shipped", launch_shipped},
     {"64 rows, one work tile per CTA", launch_one_work_tile},
+};
+
+// Launches the portable kernel with given traits; see mla::PortableTraits.
+template <int kRows, int kGroups, int kKeys, int kScoreKeys, int kSlots, int kCtas>
+cudaError_t launch_traits(const SparseMlaFwdParams& params) {
+  using namespace jax_dsa;
+  if (params.dim != 576) return cudaErrorInvalidValue;
+  SparseMlaDecodeParams p = {params};
+  p.batch_rows = p.keys, p.splits = 1;
+  return sparse_mla::launch_portable<
+      mla::PortableTraits<576, kRows, kGroups, kKeys, kScoreKeys, kSlots, kCtas>, false>(
+      sparse_mla::Decode(p), nullptr);
+}
+const Variant kPortable64[] = {
+    {"64 heads, 32 keys x 3 (227)", launch_traits<32, 2, 32, 16, 3, 1>},
+    {"64 heads, 32 keys x 3, wide (227)", launch_traits<32, 2, 32, 32, 3, 1>},
+    {"64 heads, 16 keys x 5 (227)", launch_traits<32, 2, 16, 16, 5, 1>},
+    {"64 heads, 16 keys x 3 (163)", launch_traits<32, 2, 16, 16, 3, 1>},
+    {"32 heads, 32 keys x 3 (163)", launch_traits<32, 1, 32, 16, 3, 1>},
+    {"32 heads, 16 keys x 3, 2 CTAs", launch_traits<32, 1, 16, 16, 3, 2>},
+    {"32 heads, 16 keys x 2, 2 CTAs (99)", launch_traits<32, 1, 16, 16, 2, 2>},
+    {"16 heads, 32 keys x 2, 2 CTAs (99)", launch_traits<16, 1, 32, 16, 2, 2>},
+};
+const Variant kPortable16[] = {
+    {"32 heads, 16 keys x 3, 2 CTAs", launch_traits<32, 1, 16, 16, 3, 2>},
+    {"32 heads, 16 keys x 2, 2 CTAs (99)", launch_traits<32, 1, 16, 16, 2, 2>},
+    {"16 heads, 32 keys x 2, 2 CTAs (99)", launch_traits<16, 1, 32, 16, 2, 2>},
+    {"16 heads, 64 keys x 2 (227)", launch_traits<16, 1, 64, 16, 2, 1>},
 };
 
 struct Case {
@@ -163,7 +195,8 @@ bool run_case(const Case& c, const Variant& variant, uint64_t seed) {
   return good;
 }
 
-void bench(int T, int S, int N, int D, int K, bool ascending, bool all) {
+void bench(int T, int S, int N, int D, int K, bool ascending,
+           std::span<const Variant> variants = kVariants) {
   const int64_t nq = int64_t{T} * N * D, nkv = int64_t{S} * D, no = int64_t{T} * N * 512;
   bf16 *q = device<bf16>(nq), *kv = device<bf16>(nkv), *out = device<bf16>(no);
   float *max_logit = device<float>(int64_t{T} * N), *log_sum = device<float>(int64_t{T} * N);
@@ -181,13 +214,13 @@ void bench(int T, int S, int N, int D, int K, bool ascending, bool all) {
   CHECK(cudaEventCreate(&b));
   // Alternate between the variants, so that clocks and heat are the same for all. The pause lets
   // the device cool down.
-  std::vector<std::vector<float>> ms(std::size(kVariants));
+  std::vector<std::vector<float>> ms(variants.size());
   for (int round = 0; round < 3; ++round) {
-    for (size_t v = 0; v < std::size(kVariants); ++v) {
+    for (size_t v = 0; v < variants.size(); ++v) {
       usleep(150000);
       for (int i = 0; i < 5; ++i) {
         CHECK(cudaEventRecord(a));
-        CHECK(kVariants[v].launch(p));
+        CHECK(variants[v].launch(p));
         CHECK(cudaEventRecord(b));
         CHECK(cudaEventSynchronize(b));
         float x;
@@ -196,13 +229,13 @@ void bench(int T, int S, int N, int D, int K, bool ascending, bool all) {
       }
     }
   }
-  for (size_t v = 0; v < std::size(kVariants); ++v) {
+  for (size_t v = 0; v < variants.size(); ++v) {
     if (ms[v].empty()) continue;
     std::sort(ms[v].begin(), ms[v].end());
     const float mid = ms[v][ms[v].size() / 2];
     const double flops = 2. * T * N * K * (D + 512) * 1e-9;
-    printf("T%d S%d N%d D%d K%d %s  %-24s %.3f ms  %.0f TFLOPS (best %.0f, worst %.0f)\n", T, S, N,
-           D, K, ascending ? "ascending" : "random", kVariants[v].name, mid, flops / mid,
+    printf("T%d S%d N%d D%d K%d %s  %-36s %.3f ms  %.0f TFLOPS (best %.0f, worst %.0f)\n", T, S, N,
+           D, K, ascending ? "ascending" : "random", variants[v].name, mid, flops / mid,
            flops / ms[v][0], flops / ms[v].back());
   }
   fflush(stdout);
@@ -254,21 +287,27 @@ int main(int argc, char** argv) {
     return bad != 0;
   }
   if (what == "profile") {
-    bench(1024, 8192, 128, 576, 2048, false, false);
+    bench(1024, 8192, 128, 576, 2048, false);
     return 0;
   }
-  bench(4096, 8192, 128, 576, 2048, false, true);
-  bench(4096, 8192, 128, 576, 2048, true, false);
-  bench(4096, 32768, 128, 576, 2048, false, true);
-  bench(4096, 131072, 128, 576, 2048, false, true);
-  bench(4096, 131072, 128, 576, 2048, true, false);
-  bench(4096, 8192, 64, 576, 2048, false, true);
-  bench(4096, 8192, 64, 512, 512, false, true);
-  bench(4096, 8192, 128, 512, 1024, false, false);
+  if (what == "portable") {
+    bench(4096, 8192, 128, 576, 2048, false, kPortable64);
+    bench(4096, 8192, 32, 576, 2048, false, kPortable16);
+    bench(4096, 8192, 16, 576, 2048, false, kPortable16);
+    return 0;
+  }
+  bench(4096, 8192, 128, 576, 2048, false);
+  bench(4096, 8192, 128, 576, 2048, true);
+  bench(4096, 32768, 128, 576, 2048, false);
+  bench(4096, 131072, 128, 576, 2048, false);
+  bench(4096, 131072, 128, 576, 2048, true);
+  bench(4096, 8192, 64, 576, 2048, false);
+  bench(4096, 8192, 64, 512, 512, false);
+  bench(4096, 8192, 128, 512, 1024, false);
   for (int heads : {16, 32}) {
-    for (int dim : {576, 512}) bench(4096, 8192, heads, dim, 2048, false, false);
-    bench(4096, 32768, heads, 576, 2048, false, false);
-    bench(4096, 131072, heads, 576, 2048, false, false);
+    for (int dim : {576, 512}) bench(4096, 8192, heads, dim, 2048, false);
+    bench(4096, 32768, heads, 576, 2048, false);
+    bench(4096, 131072, heads, 576, 2048, false);
   }
   return 0;
 }

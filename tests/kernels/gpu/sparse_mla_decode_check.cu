@@ -1,7 +1,7 @@
 // Tests the sparse MLA decode kernels against float64 results of the CPU, then times them.
 //   nvcc -std=c++20 -O3 -gencode arch=compute_90a,code=sm_90a -Icuda -Itests/kernels \
 //       -o sparse_mla_decode_check tests/kernels/gpu/sparse_mla_decode_check.cu \
-//       cuda/sparse_mla/combine.cu cuda/sparse_mla/decode.cu
+//       cuda/sparse_mla/*.cu cuda/sparse_mla/tiers.cc
 //   ./sparse_mla_decode_check [test|small|bench|records|profile] [seed]
 // `small` is for compute-sanitizer. `records` times the cases that matter to users of FP8 caches.
 #include <cstdio>

@@ -121,9 +121,6 @@ int64_t sparse_attention_fwd_workspace_bytes(const SparseAttentionFwdParams&) {
 int64_t sparse_mla_bwd_counter_bytes(const SparseMlaBwdParams&) { return kWorkspaceBytes; }
 int64_t sparse_mla_bwd_p_ds_bytes(const SparseMlaBwdParams&) { return kWorkspaceBytes; }
 int64_t sparse_mla_bwd_order_bytes(const SparseMlaBwdParams&) { return kWorkspaceBytes; }
-int64_t sparse_mla_bwd_query_rows(const SparseMlaBwdParams& p) {
-  return int64_t{p.groups} * p.slots;
-}
 
 namespace {
 

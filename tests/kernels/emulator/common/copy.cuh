@@ -212,6 +212,12 @@ inline void store_shared_4(uint32_t to, uint32_t x) {
   memcpy(emulator::shared_at(to), &x, 4);
 }
 
+inline void store_shared_8(uint32_t to, uint32_t x, uint32_t y) {
+  if (to % 8) emulator::fail("a misaligned store");
+  store_shared_4(to, x);
+  store_shared_4(to + 4, y);
+}
+
 template <typename T>
 void store_any(T& to, T x) {
   const emulator::races::AnyOf several;

@@ -1,0 +1,128 @@
+// Checks of sparse MLA decode kernels on the emulator against float64. The Hopper kernels and the
+// portable kernels share them.
+#pragma once
+
+#include "emulator.h"
+#include "far_rows.h"
+#include "problems/sparse_mla_cache.h"
+
+namespace jax_dsa {
+
+using namespace sparse_mla_problem;
+
+using DecodeLaunch = cudaError_t (*)(const SparseMlaDecodeParams&, cudaStream_t);
+
+struct DecodeCase {
+  Case c;
+  Layout layout;
+  int splits;
+};
+
+inline int failures = 0;
+
+// The kernel's keys follow `far` others that no slot selects, in each request or page pool.
+inline void run(const DecodeCase& tried, const emulator::Options& options, DecodeLaunch launch,
+                int64_t far = 0) {
+  const Case& c = tried.c;
+  Problem x = make(c, options.seed);
+  const Layout& layout = tried.layout;
+  Cache cache = store(x, layout, options.seed);
+  const bool paged = layout.page_size > 0;
+  const int64_t row_bytes = int64_t{c.groups} * (layout.records ? kMlaRecordBytes : c.dim * 2);
+  const int64_t blocks = paged && !layout.pools ? 1 : c.batch;
+  const emulator::FarRows kv(cache.rows.data(), blocks, cache.rows.size() / blocks,
+                             far * row_bytes);
+  std::vector<int32_t> ends = x.ends;
+  if (paged) {
+    cache.page_table = emulator::far_positions(cache.page_table, far / layout.page_size);
+    cache.pages += far / layout.page_size;
+  } else {
+    cache.indices = emulator::far_positions(cache.indices, far);
+    ends = emulator::far_positions(ends, far, 1);
+  }
+  const int64_t rows = int64_t{c.batch} * c.queries * c.heads;
+  std::vector<bf16> out(rows * 512, __float2bfloat16(NAN));
+  std::vector<float> max_logit(rows, NAN), log_sum(rows, NAN);
+  const int64_t work_tiles = sparse_mla_decode_work_tiles(c.batch, c.queries, c.heads, c.groups);
+  std::vector<float4> partial(sparse_mla_decode_partial_count(work_tiles, tried.splits) / 4,
+                              make_float4(NAN, NAN, NAN, NAN));
+  std::vector<float2> partial_rows(sparse_mla_decode_row_count(work_tiles, tried.splits),
+                                   make_float2(NAN, NAN));
+  SparseMlaDecodeParams p = decode_shapes(x, layout, cache, tried.splits);
+  if (!paged) p.keys += far, p.batch_rows += far;
+  p.q = x.q.data(), p.kv = kv.data(), p.indices = cache.indices.data();
+  p.ends = c.ends ? ends.data() : nullptr;
+  p.topk_length = c.lengths ? x.lengths.data() : nullptr;
+  p.sinks = c.sinks ? x.sinks.data() : nullptr;
+  p.page_table = paged ? cache.page_table.data() : nullptr;
+  p.out = out.data(), p.max_logit = max_logit.data(), p.log_sum = log_sum.data();
+  p.partial = reinterpret_cast<float*>(partial.data()), p.partial_rows = partial_rows.data();
+  emulator::machine.options = options, emulator::machine.num_sms = 3;
+  emulator::require(launch(p, nullptr));
+  Error lse_error, out_error;
+  for (int64_t r = 0; r < rows; ++r) {
+    const Row want = attend(x, r / c.heads, r % c.heads);
+    lse_error.add(log_sum[r], log_sum_for(want, max_logit[r]));
+    for (int d = 0; d < 512; ++d) out_error.add(__bfloat162float(out[r * 512 + d]), want.out[d]);
+  }
+  // Each request alone must give the same bits: results depend on the number of splits, not on the
+  // batch.
+  bool alone = true;
+  std::vector<bf16> own_out(rows / c.batch * 512);
+  std::vector<float> own_max(rows / c.batch), own_log_sum(rows / c.batch);
+  for (int b = 0; b < c.batch; ++b) {
+    SparseMlaDecodeParams own = p;
+    own.batch = 1;
+    own.q = x.q.data() + int64_t{b} * c.queries * c.heads * c.dim;
+    own.kv = kv.data() + b * p.batch_rows * row_bytes;
+    own.indices += int64_t{b} * c.queries * c.groups * c.slots;
+    if (own.ends) own.ends += b * c.queries;
+    if (own.topk_length) own.topk_length += b * c.queries;
+    if (own.sinks) own.sinks += b * p.sinks_stride;
+    if (own.page_table) own.page_table += b * cache.page_slots;
+    own.out = own_out.data(), own.max_logit = own_max.data();
+    own.log_sum = own_log_sum.data();
+    emulator::require(launch(own, nullptr));
+    const bf16* const out_of_batch = out.data() + b * own_out.size();
+    const float* const sum_of_batch = log_sum.data() + b * own_log_sum.size();
+    alone &= !std::memcmp(own_out.data(), out_of_batch, own_out.size() * sizeof(bf16)) &&
+             !std::memcmp(own_log_sum.data(), sum_of_batch, own_log_sum.size() * sizeof(float));
+  }
+  const bool good = lse_error.good(1e-4) && out_error.good(6e-3) && alone;
+  printf("%-4s %-24s%s %2d splits, %s %s seed %llu  lse %.1e of %.1e  out %.1e of %.1e%s\n",
+         good ? "ok" : "BAD", c.name, far ? " far" : "", tried.splits,
+         options.late_wgmma ? "late wgmma, " : "early wgmma,",
+         options.late_copies ? "late copies, " : "early copies,", (unsigned long long)options.seed,
+         lse_error.worst, lse_error.top, out_error.worst, out_error.top,
+         alone ? "" : "  differs alone");
+  fflush(stdout);
+  failures += !good;
+}
+
+// name, B, T, S, N, G, D, K, adversarial, ends, lengths, sinks, size of q; records, page size,
+// holes
+inline const DecodeCase kCases[] = {
+    {{"whole", 1, 2, 100, 64, 1, 576, 200}, {}, 1},
+    {{"one tile per split", 1, 1, 300, 64, 1, 576, 192}, {}, 3},
+    {{"adversarial", 2, 2, 90, 20, 1, 576, 331, true, true, true, 2}, {}, 3},
+    {{"D 512, groups, sharp", 1, 2, 70, 6, 3, 512, 200, false, true, false, 1, 12.f}, {}, 2},
+    {{"more splits than tiles", 1, 1, 70, 70, 1, 512, 70, false, false, false, 1}, {}, 5},
+    {{"no slots", 1, 2, 10, 16, 1, 576, 0}, {}, 2},
+    {{"huge scores", 2, 1, 90, 40, 1, 576, 200, true, false, false, 1, 1.f, false, 0, 0, -1e9f},
+     {},
+     3},
+    {{"40 splits", 1, 1, 400, 16, 1, 512, 2600, false, false, false, 1}, {}, 40},
+    {{"pages", 2, 1, 91, 16, 1, 576, 400, true, true, true, 1}, {false, 7, true}, 2},
+    {{"pools", 3, 1, 96, 16, 2, 512, 130}, {.page_size = 16, .holes = true, .pools = true}, 2},
+    {{"pools of records", 2, 1, 90, 16, 1, 576, 200},
+     {.records = true, .page_size = 15, .pools = true},
+     1},
+    {{"pages, whole", 2, 1, 90, 16, 2, 512, 130, true, true}, {false, 15, true}, 1},
+    {{"records", 2, 2, 90, 40, 1, 576, 331, true, true, true, 2}, {true}, 1},
+    {{"records in pages", 1, 2, 96, 32, 2, 576, 333, true, false, true, 0}, {true, 16, true}, 2},
+    {{"records, any scales", 1, 2, 90, 16, 1, 576, 200}, {true, 0, false, kLeast}, 1},
+    {{"records, wide scales", 1, 1, 90, 16, 1, 576, 270}, {true, 0, false, kWide}, 2},
+    {{"records with NaN", 3, 3, 90, 16, 1, 576, 40}, {true, 0, false, kWithNans}, 1},
+};
+
+}  // namespace jax_dsa
