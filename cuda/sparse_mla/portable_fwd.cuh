@@ -31,7 +31,7 @@ namespace jax_dsa::sparse_mla {
 // The parts of records that each thread copies at a time: of each of its rows, 64 codes, 8 bf16
 // values and a scale.
 template <typename Tr>
-struct RecordParts {
+struct alignas(16) RecordParts {
   static constexpr int kThreads = Tr::kThreads < Tr::kKeys * 8 ? Tr::kThreads : Tr::kKeys * 8;
   static constexpr int kCopies = Tr::kKeys * 8 / kThreads;  // rows per thread
   uint8_t codes[kCopies][4][kThreads][16];
@@ -170,14 +170,16 @@ class KeyLoader {
   __device__ __forceinline__ void copy_record(int i, const char* from, bool valid,
                                               uint64_t policy) {
     const int block = threadIdx.x % 8;
+    auto& to = shared.records;
+    const uint32_t codes = whole_sum(smem_address(to.codes[i][0][0]), threadIdx.x * 16);
 #pragma unroll
     for (int j = 0; j < 4; ++j) {
-      cp_async_16(smem_address(shared.records.codes[i][j][threadIdx.x]), from + block * 64 + j * 16,
-                  valid, policy);
+      cp_async_16(codes + j * static_cast<uint32_t>(sizeof(to.codes[0][0])),
+                  from + block * 64 + j * 16, valid, policy);
     }
-    cp_async_16(smem_address(shared.records.values[i][threadIdx.x]), from + 528 + block * 16, valid,
-                policy);
-    cp_async_4(smem_address(&shared.records.scales[i][threadIdx.x]), from + 512 + block / 2 * 4,
+    cp_async_16(whole_sum(smem_address(to.values[i][0]), threadIdx.x * 16), from + 528 + block * 16,
+                valid, policy);
+    cp_async_4(whole_sum(smem_address(to.scales[i]), threadIdx.x * 4), from + 512 + block / 2 * 4,
                valid);
   }
 
