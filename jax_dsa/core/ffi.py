@@ -134,7 +134,7 @@ def portable_tier_forced() -> bool:
     Raises:
         ValueError: the variable has another value.
     """
-    tier = os.environ.get("JAX_DSA_TIER", "")
+    tier = os.getenv("JAX_DSA_TIER", "")
     if tier not in ("", "portable"):
         raise ValueError(f"the environment variable JAX_DSA_TIER is '{tier}', want 'portable'")
     return tier == "portable"
@@ -247,8 +247,11 @@ class Kernel:
                 return f"it does not take '{name}'"
         if {type(n) for x in chain(*groups) if x is not None for n in x.shape} - {int}:
             return "it takes no symbolic sizes"
-        reasons = (self._unsupported_on(gpu, options, groups) for gpu in gpus() or (_HOPPER,))
-        return next((why for why in reasons if why is not None), None)
+        for gpu in _machine().gpus or (_HOPPER,):
+            why = self._unsupported_on(gpu, options, groups)
+            if why is not None:
+                return why
+        return None
 
     def tier_on(self, gpu: Gpu) -> str | None:
         """Returns the tier whose kernel a GPU runs for this pass; None if there is no kernel."""
