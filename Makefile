@@ -1,4 +1,4 @@
-# make test              a small case of everything, in about twenty minutes on two cores
+# make test              a small case of everything, in about 25 minutes on two cores
 # make test-op OP=topk   every test of one operator, on the CPU and, where there is one, on the GPU
 # make test-all          every test, with a fresh seed (SEED=5 repeats one)
 # make lint, make format check or format the code

@@ -11,11 +11,16 @@ from typing import TYPE_CHECKING
 
 import pytest
 from support.emulator import PATTERNS, PROGRAMS, RACES, build, races, run
+from support.marks import slow
 
 if TYPE_CHECKING:
     from pathlib import Path
 
 every_program = pytest.mark.parametrize("program", PROGRAMS, ids=lambda p: p.stem)
+
+# Even the small cases of these programs take more than a minute. `make test` runs the portable
+# kernels of attn_dist, of the masked forward pass and of sparse MLA's decoding.
+LONG = ("masked_attention_bwd_portable", "sparse_mla_portable")
 
 
 def assert_all_good(binary: Path, *arguments: str) -> None:
@@ -24,7 +29,10 @@ def assert_all_good(binary: Path, *arguments: str) -> None:
     assert "all good" in ran.stdout
 
 
-@every_program
+@pytest.mark.parametrize(
+    "program",
+    [slow(p, id=p.stem) if p.stem in LONG else pytest.param(p, id=p.stem) for p in PROGRAMS],
+)
 def test_small_cases_on_the_emulator(program: Path, tmp_path: Path) -> None:
     assert_all_good(build(program, tmp_path / program.stem), "small")
 

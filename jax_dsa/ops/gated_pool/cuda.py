@@ -23,7 +23,8 @@ def supports(options: Options, x: Operands, *_: Any) -> str | None:
     """Returns None, or the reason why the kernels do not cover this call, in either pass."""
     wide = [a.dtype for a in (x.bias, x.scale) if a is not None]
     if x.values.dtype not in _DTYPES or any(dtype != jnp.float32 for dtype in wide):
-        return f"it takes bfloat16, float16 and float32, got {x.values.dtype}, {wide[0]}"
+        got = ", ".join(map(str, (x.values.dtype, *wide)))
+        return f"it takes bfloat16, float16 and float32, got {got}"
     pooled = options.ratio * x.values.shape[2]
     if pooled > MAX_POOLED:
         return f"it takes R H up to {MAX_POOLED}, got R H={pooled}"
