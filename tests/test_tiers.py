@@ -47,7 +47,7 @@ def product(x: Any, implementation: Any = None) -> Any:
 
 @pytest.fixture
 def hopper_only(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Makes `fp8_matmul` an operator whose kernel needs Hopper, whatever it is by now."""
+    """Takes the portable kernel away from `fp8_matmul`, if it has one."""
     kernel = PASSES["fp8_matmul_fwd"].kernel
     assert kernel is not None
     changed = ffi.Kernel(kernel.run, kernel.supports, limits=kernel.limits)

@@ -70,25 +70,27 @@ def status() -> tuple[bool, str]:
 
     They can be used on a machine without a GPU, where a program may be compiled for another one.
     """
-    if not _LOADED[0]:
-        return _LOADED
-    machine = _machine()
-    if (
-        0 < machine.driver // 1000 < machine.built // 1000
-    ):  # All of one major version are compatible.
+    return _status(_machine(), os.getenv("JAX_DSA_TIER", "")) if _LOADED[0] else _LOADED
+
+
+@functools.cache
+def _status(machine: _Machine, tier: str) -> tuple[bool, str]:
+    """Returns `status` for this value of JAX_DSA_TIER. Every call of an operator asks."""
+    # All versions with the same major number are compatible.
+    if 0 < machine.driver // 1000 < machine.built // 1000:
         return False, (
             f"the kernels were compiled by CUDA {_version(machine.built)}, and the driver knows "
             f"CUDA {_version(machine.driver)}: upgrade the driver, or compile them by CUDA "
             f"{machine.driver // 1000} (JAX_DSA_CUDA=ON CUDACXX=... pip install --force-reinstall "
             f"--no-deps --no-binary jax_dsa jax_dsa)"
         )
-    others = [gpu for gpu in machine.gpus if tier_of(gpu) is None]
+    others = [gpu for gpu in machine.gpus if _tier_of(gpu, machine.tiers, tier) is None]
     if not others:
         return True, ""
     needed = f"the kernels need compute capability {gpu_name(_LEAST)} or newer"
     if "portable" not in machine.tiers:
         needed = "the extension was built without portable kernels (JAX_DSA_TIERS)"
-        if portable_tier_forced():
+        if tier:
             return False, f"{needed}, and JAX_DSA_TIER asks for them"
     found = ", ".join(map(gpu_name, others))
     return (
@@ -134,7 +136,10 @@ def portable_tier_forced() -> bool:
     Raises:
         ValueError: the variable has another value.
     """
-    tier = os.getenv("JAX_DSA_TIER", "")
+    return _is_portable(os.getenv("JAX_DSA_TIER", ""))
+
+
+def _is_portable(tier: str) -> bool:
     if tier not in ("", "portable"):
         raise ValueError(f"the environment variable JAX_DSA_TIER is '{tier}', want 'portable'")
     return tier == "portable"
@@ -158,8 +163,13 @@ def portable_tier() -> Iterator[None]:
 
 def tier_of(gpu: Gpu) -> str | None:
     """Returns the tier of kernels that a GPU runs, "hopper" or "portable"; None if it runs none."""
-    tiers = _machine().tiers
-    if gpu == _HOPPER and "hopper" in tiers and not portable_tier_forced():
+    return _tier_of(gpu, _machine().tiers, os.getenv("JAX_DSA_TIER", ""))
+
+
+@functools.cache
+def _tier_of(gpu: Gpu, tiers: tuple[str, ...], tier: str) -> str | None:
+    """Returns `tier_of` for the tiers that were built and for this value of JAX_DSA_TIER."""
+    if gpu == _HOPPER and "hopper" in tiers and not _is_portable(tier):
         return "hopper"
     return "portable" if gpu >= _LEAST and "portable" in tiers else None
 
@@ -245,10 +255,23 @@ class Kernel:
         for name in fields:
             if name not in (self.takes or ()) and getattr(groups[0], name) is not None:
                 return f"it does not take '{name}'"
-        if {type(n) for x in chain(*groups) if x is not None for n in x.shape} - {int}:
-            return "it takes no symbolic sizes"
-        for gpu in _machine().gpus or (_HOPPER,):
-            why = self._unsupported_on(gpu, options, groups)
+        for x in chain(*groups):
+            if x is not None and set(map(type, x.shape)) - {int}:
+                return "it takes no symbolic sizes"
+        machine, asked = _machine(), os.getenv("JAX_DSA_TIER", "")
+        portable = self.portable if "portable" in machine.tiers else None
+        for gpu in machine.gpus or (_HOPPER,):
+            tier = _tier_of(gpu, machine.tiers, asked)
+            if tier is None or (
+                tier == "portable" and (portable is None or gpu < self.portable_since)
+            ):
+                forced = " in the portable tier (JAX_DSA_TIER)" if gpu == _HOPPER else ""
+                return f"it has no kernel for GPUs of compute capability {gpu_name(gpu)}{forced}"
+            first = self.supports if tier == "hopper" else portable
+            why = None if first is None else first(options, *groups)
+            # The launcher takes the portable kernel for what the Hopper kernel does not cover.
+            if why is not None and portable not in (None, first):
+                why = why if portable(options, *groups) is not None else None
             if why is not None:
                 return why
         return None
@@ -259,20 +282,6 @@ class Kernel:
         if tier == "portable" and (self.portable is None or gpu < self.portable_since):
             return None
         return tier
-
-    def _unsupported_on(self, gpu: Gpu, options: Any, groups: tuple[Any, ...]) -> str | None:
-        tier = self.tier_on(gpu)
-        if tier is None:
-            forced = " in the portable tier (JAX_DSA_TIER)" if gpu == _HOPPER else ""
-            return f"it has no kernel for GPUs of compute capability {gpu_name(gpu)}{forced}"
-        portable = self.portable if "portable" in _machine().tiers else None
-        if tier == "hopper":
-            why = self.supports(options, *groups)
-            if why is None or portable is None:
-                return why
-            # The launcher takes the portable kernel for what the Hopper kernel does not cover.
-            return None if portable(options, *groups) is None else why
-        return None if portable is None else portable(options, *groups)
 
 
 def call(
