@@ -9,6 +9,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax.sharding import NamedSharding, PartitionSpec
 from jax.test_util import check_grads
 from support.compare import assert_as_good_as, assert_matches, assert_unmoved
 from support.oracles.gated_pool import mean_pooled, pooled
@@ -125,6 +126,16 @@ def test_fewer_tokens_than_a_block(rng: np.random.Generator) -> None:
     keys, *grads = both_ways(values, gates, bias, starts, jnp.zeros((2, 0, 8)))
     assert keys.shape == (2, 0, 8)
     assert not any(np.any(np.asarray(g)) for g in grads)
+
+
+def test_fewer_tokens_than_a_block_on_a_mesh(cpus: list[jax.Device]) -> None:
+    mesh = jax.make_mesh(
+        (2,), ("x",), axis_types=(jax.sharding.AxisType.Explicit,), devices=cpus[:2]
+    )
+    values = jax.device_put(jnp.ones((1, 2, 2, 4)), NamedSharding(mesh, PartitionSpec(None, "x")))
+    with jax.set_mesh(mesh):
+        grads = jax.jit(jax.grad(lambda v: jnp.sum(gated_pool(v, v, jnp.ones((3, 2, 4))))))(values)
+    assert not np.any(np.asarray(grads))
 
 
 def test_bad_input(rng: np.random.Generator) -> None:

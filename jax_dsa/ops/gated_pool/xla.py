@@ -8,6 +8,7 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 
+from jax_dsa.core import compat
 from jax_dsa.core.typing import Array, Bool, Float, Int
 from jax_dsa.ops.gated_pool.spec import Gradients, Operands, Options, Results
 
@@ -152,6 +153,8 @@ def gated_pool_bwd(options: Options, x: Operands, dy: Results) -> Gradients:
         _contributions, options.ratio, None if blocks is None else blocks.last
     )
     scatter = jax.vjp(gather, x.values.astype(values.dtype))[1]
+    # jnp.where of arrays without elements returns a constant, which varies over no mesh axis.
+    dgates = compat.match_vary(dgates, x.values)
     dbias = jax.vjp(_bias, x.bias.astype(values.dtype))[1]
     return Gradients(
         values=scatter(dvalues)[0].astype(x.values.dtype),

@@ -58,7 +58,9 @@ def compressed_schedule(case: Any, c: Draw, r: Draw) -> None:
             assert indices is None or (indices[b, added[b] :] == -1).all()
         # A request that is not valid stays so until its length is 0.
         longest = np.where(is_valid, longest, INT_MAX)
-        wrong = r.one(-1, *(longest[:1] - most - 1).tolist(), *(longest[:1] + 1).tolist())
+        # The cache has NaN from `after` on, so that results from there on cannot be compared.
+        too_far = min(int(longest[0]) - most - 1, int(after[0]))
+        wrong = r.one(-1, too_far, int(longest[0]) + 1)
         onwards = np.maximum(lengths + added, 1)  # what a caller who does not notice goes on from
         onwards[(onwards > capacity - tokens) | r.chance(0.3)] = 0
         lengths = np.where(is_valid, after, onwards)
@@ -116,7 +118,9 @@ def pooled_schedule(case: Any, c: Draw, r: Draw) -> None:
             here = slice(lengths[b], max(lengths[b], after[b]))
             assert_matches(y[b, : here.stop - here.start], want[b, here], 1e-3, f"request {b}")
             assert not y[b, added[b] :].any() and (indices[b, added[b] :] == -1).all()
-        wrong = r.one(-1, *(longest[:1] - most - 1).tolist(), *(longest[:1] + 1).tolist())
+        # The cache has NaN from `after` on, so that results from there on cannot be compared.
+        too_far = min(int(longest[0]) - most - 1, int(after[0]))
+        wrong = r.one(-1, too_far, int(longest[0]) + 1)
         longest = np.where(after < longest - most, after, longest)
         onwards = np.maximum(lengths + added, 1)  # what a caller who does not notice goes on from
         onwards[(onwards > capacity - tokens) | r.chance(0.3)] = 0
