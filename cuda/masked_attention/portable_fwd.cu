@@ -9,42 +9,44 @@ namespace {
 using namespace masked_attention;
 
 // Launches tiles of kKeys keys if two CTAs with them fit in an SM, else tiles of kFewKeys keys.
-template <DType kType, bool kGeneral, bool kBias, int kD, int kE, int kRowTiles, int kKeys,
-          int kFewKeys>
+// General scores have few keys on every GPU, because each kernel takes long to compile.
+template <DType kType, bool kGeneral, int kD, int kE, int kRowTiles, int kKeys, int kFewKeys>
 cudaError_t launch_tiles(const MaskedAttentionFwdParams& p, const Device& device,
                          cudaStream_t stream) {
-  using Tr = PortableFwdTraits<kType, kD, kE, kGeneral, kBias, kRowTiles, kKeys, 2>;
-  using Few = PortableFwdTraits<kType, kD, kE, kGeneral, kBias, kRowTiles, kFewKeys, 2>;
+  using Few = PortableFwdTraits<kType, kD, kE, kGeneral, kRowTiles, kFewKeys, 2>;
   static_assert(sizeof(PortableFwdShared<Few>) <= kMinSharedBytes);
-  const int64_t needed = 2 * (sizeof(PortableFwdShared<Tr>) + kReservedSharedBytes);
-  return needed <= device.shared_bytes + kReservedSharedBytes
-             ? launch_portable<Tr>(p, device, stream)
-             : launch_portable<Few>(p, device, stream);
+  if constexpr (!kGeneral) {
+    using Tr = PortableFwdTraits<kType, kD, kE, kGeneral, kRowTiles, kKeys, 2>;
+    const int64_t needed = 2 * (sizeof(PortableFwdShared<Tr>) + kReservedSharedBytes);
+    if (needed <= device.shared_bytes + kReservedSharedBytes) {
+      return launch_portable<Tr>(p, device, stream);
+    }
+  }
+  return launch_portable<Few>(p, device, stream);
 }
 
 // The tile sizes by head dim: dim, value dim, row tiles per warp, keys and few keys.
-template <DType kType, bool kGeneral, bool kBias>
+template <DType kType, bool kGeneral>
 cudaError_t launch_dims(const MaskedAttentionFwdParams& p, const Device& device,
                         cudaStream_t stream) {
   const int dim = p.dim, value_dim = p.value_dim;
   if (dim <= 64 && value_dim <= 64) {
-    return launch_tiles<kType, kGeneral, kBias, 64, 64, 2, kBias ? 64 : 128, kBias ? 32 : 64>(
-        p, device, stream);
+    return launch_tiles<kType, kGeneral, 64, 64, 2, 128, kGeneral ? 32 : 64>(p, device, stream);
   }
-  if constexpr (!kBias) {
+  if constexpr (!kGeneral) {
     if (dim <= 96 && value_dim <= 96) {
-      return launch_tiles<kType, kGeneral, kBias, 96, 96, 2, 64, 32>(p, device, stream);
+      return launch_tiles<kType, kGeneral, 96, 96, 2, 64, 32>(p, device, stream);
     }
   }
   if (dim <= 128 && value_dim <= 128) {
-    return launch_tiles<kType, kGeneral, kBias, 128, 128, 2, 64, 32>(p, device, stream);
+    return launch_tiles<kType, kGeneral, 128, 128, 2, 64, 32>(p, device, stream);
   }
-  if constexpr (!kBias) {
+  if constexpr (!kGeneral) {
     if (dim <= 192 && value_dim <= 128) {
-      return launch_tiles<kType, kGeneral, kBias, 192, 128, 2, 64, 32>(p, device, stream);
+      return launch_tiles<kType, kGeneral, 192, 128, 2, 64, 32>(p, device, stream);
     }
   }
-  return launch_tiles<kType, kGeneral, kBias, 256, 256, 1, 64, 32>(p, device, stream);
+  return launch_tiles<kType, kGeneral, 256, 256, 1, 64, 32>(p, device, stream);
 }
 
 }  // namespace
@@ -58,8 +60,8 @@ cudaError_t launch_masked_attention_fwd(const MaskedAttentionFwdParams& p, const
                                         cudaStream_t stream) {
   if (p.batch == 0 || p.queries == 0 || p.heads == 0) return cudaSuccess;
   if (!dims_fit(p)) return cudaErrorInvalidValue;
-  return launch_kind(p, [&]<DType kType, bool kGeneral, bool kBias>() {
-    return launch_dims<kType, kGeneral, kBias>(p, device, stream);
+  return launch_kind(p, [&]<DType kType, bool kGeneral, bool>() {
+    return launch_dims<kType, kGeneral>(p, device, stream);
   });
 }
 

@@ -27,20 +27,21 @@
 
 namespace jax_dsa::masked_attention {
 
-// kD, kE, kGeneral, kBias: see FwdTraits. kRowTiles: number of tiles of 16 queries per warp. kKeys:
-// keys of a tile. kSlots: buffers of the ring. kCtas: CTAs per SM.
-template <DType kType_, int kD_, int kE_, bool kGeneral_, bool kBias_, int kRowTiles_, int kKeys_,
-          int kSlots_, int kCtas_ = 2>
+// kD, kE: see FwdTraits. kGeneral: whether scores may have a bias, a softcap or a scale that is not
+// positive. kRowTiles: number of tiles of 16 queries per warp. kKeys: keys of a tile. kSlots:
+// buffers of the ring. kCtas: CTAs per SM.
+template <DType kType_, int kD_, int kE_, bool kGeneral_, int kRowTiles_, int kKeys_, int kSlots_,
+          int kCtas_ = 2>
 struct PortableFwdTraits {
   static constexpr DType kType = kType_;
   static constexpr int kD = kD_, kE = kE_;
-  static constexpr bool kGeneral = kGeneral_, kBias = kBias_;
+  static constexpr bool kGeneral = kGeneral_;
   static constexpr int kRowTiles = kRowTiles_, kKeys = kKeys_, kSlots = kSlots_, kCtas = kCtas_;
   static constexpr int kWarps = 4, kThreads = kWarps * 32;
   static constexpr int kWarpQueries = kRowTiles * 16, kQueries = kWarps * kWarpQueries;
   static constexpr int kDBlocks = ceil_div(kD, 64), kEBlocks = ceil_div(kE, 64);
   static constexpr int kWords = kKeys / 32;  // mask words per query
-  static constexpr int kBiasBuffers = kBias ? kSlots - 1 : 0, kBiasBlocks = ceil_div(kKeys, 64);
+  static constexpr int kBiasBuffers = kSlots - 1, kBiasBlocks = ceil_div(kKeys, 64);
   static_assert(kSlots == 2 || kSlots == 3);
   static_assert(kQueryTile % kQueries == 0 && kEBlocks <= kDBlocks);
 };
@@ -94,8 +95,8 @@ template <typename Tr>
 struct alignas(128) PortableFwdShared {
   uint8_t q[Tr::kDBlocks][Tr::kQueries * 128];  // then the output
   uint8_t ring[Tr::kSlots][Tr::kDBlocks][Tr::kKeys * 128];
-  uint8_t bias[Tr::kBias ? Tr::kBiasBuffers : 1]
-              [Tr::kBias ? Tr::kBiasBlocks * Tr::kQueries * 128 : 16];
+  uint8_t bias[Tr::kGeneral ? Tr::kBiasBuffers : 1]
+              [Tr::kGeneral ? Tr::kBiasBlocks * Tr::kQueries * 128 : 16];
   // Mask bits of two partial tiles, and which keys the queries of each warp see.
   uint32_t bits[2][Tr::kQueries][Tr::kWords];
   uint32_t seen[2][Tr::kWarps][Tr::kWords];
@@ -156,7 +157,7 @@ __global__ void __launch_bounds__(Tr::kThreads, Tr::kCtas)
       load_tile<Tr::kKeys, Tr::kDBlocks, Tr::kThreads>(ring(slot), work.k + key * k_stride(),
                                                        k_stride(), p.dim,
                                                        [&](int row) { return row < keys - key; });
-      if constexpr (Tr::kBias) {
+      if (Tr::kGeneral && p.bias.x) {
         const int64_t width = bias_row(p.keys);
         load_tile<Tr::kQueries, Tr::kBiasBlocks, Tr::kThreads>(
             smem_address(shared.bias[buffer % Tr::kBiasBuffers]), work.bias + key,
@@ -235,12 +236,12 @@ __global__ void __launch_bounds__(Tr::kThreads, Tr::kCtas)
     for (int m = 0; m < kM; ++m) {
       const int row = warp_row + m * 16;
       if constexpr (Tr::kGeneral) {
-        if constexpr (Tr::kBias) {
+        if (p.bias.x) {
           const Operand<Side::kA, false, Tr::kQueries> bias(
               smem_address(shared.bias[buffer % Tr::kBiasBuffers]), row, 0);
           add_bias<kType>(s[m], p.scale, [&](int k, uint32_t (&x)[4]) { bias.load(0, k, x); });
         }
-        cap_scores(s[m], Tr::kBias ? 1.f : p.scale, p.softcap, cap_inverse);
+        cap_scores(s[m], p.bias.x ? 1.f : p.scale, p.softcap, cap_inverse);
       }
       if (tile & 1) mask_scores(s[m], shared.bits[buffer] + row + lane / 4);
       float factor[2];

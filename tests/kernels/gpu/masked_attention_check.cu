@@ -433,8 +433,8 @@ void variants(const char* filter) {
 }
 
 template <int kD, int kE, int kRowTiles, int kKeys, int kSlots>
-using PortableVariant = masked_attention::PortableFwdTraits<DType::kBF16, kD, kE, false, false,
-                                                            kRowTiles, kKeys, kSlots>;
+using PortableVariant =
+    masked_attention::PortableFwdTraits<DType::kBF16, kD, kE, false, kRowTiles, kKeys, kSlots>;
 
 void portable_variants(const char* filter) {
   for (int i : {0, 1}) {
