@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -96,6 +97,34 @@ def test_pages_written_by_other_programs(rng: np.random.Generator) -> None:
     want = ones * 2.0 ** np.array([-126, 0, 3, 127, np.nan, -27])
     np.testing.assert_allclose(got[:6], np.where(want > 3e38, np.inf, want))
     assert got[6] == ones[0] * 2.0**-127
+
+
+@pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
+@pytest.mark.parametrize("byte", [0, 1, 2, 100, 200])
+def test_scales_of_pages_down_to_the_smallest(byte: int, dtype: Any) -> None:
+    """Every reader takes scale byte x for 2^(x - 127), also where that is a subnormal number."""
+    size = 2
+    codes = np.linspace(-448, 448, 448).astype(jnp.float8_e4m3fn)
+    page = np.zeros(size * 584, np.uint8)
+    page[576 : 576 + 448] = codes.view(np.uint8)
+    page[size * 576 + 8 : size * 576 + 15] = byte
+    pages = jnp.asarray(page.reshape(1, size, 584))
+    want = codes.astype(np.float64) * 2.0 ** (byte - 127)
+    # Devices differ in how they treat subnormal results.
+    exact = np.abs(want) >= 2.0**-126
+    cache = PagedCache(pages[:, :, None], jnp.zeros((1, 1), jnp.int32), jnp.asarray([size]))
+    q, second = jnp.zeros((1, 1, 1, 512), dtype), jnp.ones((1, 1, 1), jnp.int32)
+
+    def readers(pages: jax.Array, cache: PagedCache) -> Any:
+        return (
+            unpack_page_records(pages, dtype)[0, 1],
+            sparse_mla_decode(q, cache, second)[0, 0, 0],
+            mqa_decode(q, cache, starts=second[..., 0])[0, 0, 0],
+        )
+
+    for read in (readers, jax.jit(readers)):
+        for got in read(pages, cache):
+            np.testing.assert_array_equal(np.asarray(got, np.float64)[:448][exact], want[exact])
 
 
 def test_a_cache_of_pages_of_records(rng: np.random.Generator) -> None:
