@@ -112,6 +112,11 @@ def sparse_decode(x: Sizes, per_key: int) -> dict[str, int]:
     }
 
 
+def two_caches(x: Sizes, per_key: int) -> dict[str, int]:
+    keys = x.W + x.K
+    return {BF16: x.B * attention(x.N, keys, x.D, E), COPY: decode_bytes(x, keys, per_key)}
+
+
 def indexer_decode(x: Sizes) -> dict[str, int]:
     """Each key is 128 codes and a float32 scale."""
     return {FP8: x.B * product(x.J, x.S, x.C), COPY: x.B * x.S * (x.C + 4)}
@@ -143,6 +148,8 @@ BY_HAND = {
     "sparse_mla bwd-deterministic bf16": sparse_backward,
     "sparse_mla fwd bf16 decode": lambda x: sparse_decode(x, 2 * x.D),
     "sparse_mla fwd fp8 decode": lambda x: sparse_decode(x, RECORD),
+    "sparse_mla fwd bf16 two-caches": lambda x: two_caches(x, 2 * 512),
+    "sparse_mla fwd fp8 two-caches": lambda x: two_caches(x, 448 + 2 * 64 + 8),
     "sparse_attention fwd bf16 similar": block_lists,
     "sparse_attention fwd bf16 random": block_lists,
     "sparse_attention bwd bf16 similar": block_lists_backward,

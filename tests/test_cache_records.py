@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -26,7 +27,13 @@ from support.caches import (
 from support.compare import assert_matches
 
 from jax_dsa import FlatCache, PagedCache, mqa_decode, sparse_mla, sparse_mla_decode
-from jax_dsa.serving import pack_page_records, pack_records, unpack_page_records, unpack_records
+from jax_dsa.serving import (
+    import_page_records,
+    pack_page_records,
+    pack_records,
+    unpack_page_records,
+    unpack_records,
+)
 
 
 def test_records_keep_their_layout(rng: np.random.Generator) -> None:
@@ -98,6 +105,34 @@ def test_pages_written_by_other_programs(rng: np.random.Generator) -> None:
     assert got[6] == ones[0] * 2.0**-127
 
 
+@pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
+@pytest.mark.parametrize("byte", [0, 1, 2, 100, 200])
+def test_scales_of_pages_down_to_the_smallest(byte: int, dtype: Any) -> None:
+    """Every reader takes scale byte x for 2^(x - 127), also where that is a subnormal number."""
+    size = 2
+    codes = np.linspace(-448, 448, 448).astype(jnp.float8_e4m3fn)
+    page = np.zeros(size * 584, np.uint8)
+    page[576 : 576 + 448] = codes.view(np.uint8)
+    page[size * 576 + 8 : size * 576 + 15] = byte
+    pages = jnp.asarray(page.reshape(1, size, 584))
+    want = codes.astype(np.float64) * 2.0 ** (byte - 127)
+    # Devices differ in how they treat subnormal results.
+    exact = np.abs(want) >= 2.0**-126
+    cache = PagedCache(pages[:, :, None], jnp.zeros((1, 1), jnp.int32), jnp.asarray([size]))
+    q, second = jnp.zeros((1, 1, 1, 512), dtype), jnp.ones((1, 1, 1), jnp.int32)
+
+    def readers(pages: jax.Array, cache: PagedCache) -> Any:
+        return (
+            unpack_page_records(pages, dtype)[0, 1],
+            sparse_mla_decode(q, cache, second)[0, 0, 0],
+            mqa_decode(q, cache, starts=second[..., 0])[0, 0, 0],
+        )
+
+    for read in (readers, jax.jit(readers)):
+        for got in read(pages, cache):
+            np.testing.assert_array_equal(np.asarray(got, np.float64)[:448][exact], want[exact])
+
+
 def test_a_cache_of_pages_of_records(rng: np.random.Generator) -> None:
     """Decoding over records equals decoding over their rows; an append writes the packed layout."""
     cache, indices = filled("paged", rng, 512, fp8=True), picks(rng)
@@ -132,6 +167,37 @@ def test_a_cache_of_pages_of_records(rng: np.random.Generator) -> None:
     assert_matches(both[0], want, tol=1e-6)
     alone = jax.tree.map(lambda x: x[1], stacked)
     assert_matches(both[1], sparse_mla_decode(*alone), tol=1e-6)
+
+
+@pytest.mark.parametrize("groups", [1, 2])
+@pytest.mark.parametrize("dtype", [jnp.uint8, jnp.float8_e4m3fn])
+def test_import_of_padded_pages(groups: int, dtype: Any, rng: np.random.Generator) -> None:
+    """Padding up to a multiple of 576 bytes is dropped, whatever it holds."""
+    size = 64
+    rows_of_pages = jnp.asarray(rng.normal(size=(3, size * groups, 512)), jnp.float32)
+    pages = np.asarray(pack_page_records(rows_of_pages)).reshape(3, -1)
+    padded = np.full((3, -(-pages.shape[1] // 576) * 576), 0x7F, np.uint8)
+    padded[:, : pages.shape[1]] = pages
+    for given in (padded, padded.reshape(3, -1, 1, 576)):
+        got = jax.jit(lambda x: import_page_records(x, size, groups=groups))(given.view(dtype))
+        assert got.dtype == jnp.uint8
+        np.testing.assert_array_equal(got, pages.reshape(3, size, groups, 584))
+    if groups == 1:
+        assert padded.shape == (3, 37440)
+
+
+def test_misuse_of_the_import() -> None:
+    pages = jnp.zeros((3, 37375), jnp.uint8)
+    with pytest.raises(
+        ValueError, match=r"import_page_records: argument 'pages' .* at least 37376"
+    ):
+        import_page_records(pages, 64)
+    with pytest.raises(ValueError, match=r"'pages' has shape .* at least 1168 .* G=2"):
+        import_page_records(pages[0], 1, groups=2)
+    with pytest.raises(TypeError, match="'pages' has dtype int8, want uint8 or float8_e4m3fn"):
+        import_page_records(pages.astype(jnp.int8), 8)
+    with pytest.raises(ValueError, match="'page_size' is 0"):
+        import_page_records(pages, 0)
 
 
 @pytest.mark.parametrize("shape", [(0, 4), (2, 0)])

@@ -13,6 +13,7 @@ from support.marks import slow
 from support.published_layers import COMPRESSED, LAYERS, B, M, hidden, layer
 
 from jax_dsa import nn
+from jax_dsa.nn import compressed_attend
 
 KINDS = {x: c for x, c in LAYERS.items() if not isinstance(c, nn.AttentionConfig)}
 ONE_KIND = pytest.mark.parametrize(
@@ -36,6 +37,19 @@ def test_token_by_token_from_an_empty_cache(rng, kind):
         y, cache, _ = step(x[:, t : t + 1], cache)
         found.append(y)
     assert_matches(jnp.concatenate(found, 1), forward(x), 1e-4)
+
+
+@pytest.mark.parametrize(
+    "config", [c for c in KINDS.values() if isinstance(c, nn.CompressedConfig)]
+)
+def test_steps_and_prefills_attend_alike(rng, config, monkeypatch):
+    """A step reads two caches, a prefill one array of keys; both see the same keys."""
+    module, x = layer(rng, config), hidden(rng, B, 13, M)
+    counts = jnp.arange(B, dtype=jnp.int32) % 6
+    _, cache, _ = module.decode(x[:, :8], module.init_cache(B, 16))
+    want = module.decode(x[:, 8:], cache, counts=counts)
+    monkeypatch.setattr(compressed_attend, "FEW_QUERIES", 0)
+    assert_matches(module.decode(x[:, 8:], cache, counts=counts), want, 1e-5)
 
 
 @ONE_KIND

@@ -160,8 +160,8 @@ def test_no_queries(monkeypatch: Any) -> None:
     operands, results = Operands(q, kv, indices.astype(jnp.int32)), Results(out, lse, lse)
     monkeypatch.setattr(cuda, "ffi", KERNELS)
     avals = Gradients(q, kv, None)
-    dq, dkv, _ = cuda.sparse_mla_bwd(options, avals, operands, results, results)
-    assert dq.shape == q.shape and dkv.shape == kv.shape and not dkv.any()
+    got = cuda.sparse_mla_bwd(options, avals, operands, results, results)
+    assert got.q.shape == q.shape and got.kv.shape == kv.shape and not got.kv.any()
 
 
 def test_workspace_of_the_kernel() -> None:

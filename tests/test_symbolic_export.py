@@ -40,6 +40,18 @@ CASES: dict[str, tuple[Callable, list]] = {
         lambda q, k, table, n, i: jax_dsa.sparse_mla_decode(q, PagedCache(k, table, n), i),
         [ATTENTION[0], ("p, 2, 1, 8", f32), ("b, r", i32), LENGTHS, SLOTS],
     ),
+    "sparse_mla_decode-two-caches": (
+        lambda q, k, n, i, pages, table, m, j: jax_dsa.sparse_mla_decode(
+            q,
+            FlatCache(k, n),
+            i,
+            extra_cache=PagedCache(pages, table, m),
+            extra_indices=j,
+            is_causal=True,
+            extra_key_stride=2,
+        ),
+        [*ATTENTION, LENGTHS, SLOTS, ("p, 2, 1, 8", f32), ("b, r", i32), LENGTHS, ("b, t, 3", i32)],
+    ),
     "sparse_attention": (
         lambda q, k, i: jax_dsa.sparse_attention(
             q, k, k, i, block_size=4, is_causal=True, sink_blocks=1, local_blocks=3

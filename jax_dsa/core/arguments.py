@@ -70,17 +70,20 @@ def shared_sinks(args: Args, sinks: Any) -> Float[Array, "1 N"] | None:
 
 
 def selection(
-    args: Args, indices: Any, topk_length: Any
+    args: Args, indices: Any, topk_length: Any, prefix: str = "", slots: str = "K"
 ) -> tuple[Int[Array, "B T G K"], Int[Array, "B T"] | None]:
-    """Returns the checked `indices`, one selection for each group, and `topk_length`."""
+    """Returns the checked `indices`, one selection for each group, and `topk_length`.
+
+    The arguments' names begin with the `prefix`, and `slots` is the letter of their last axis.
+    """
     shape = np.shape(as_array(indices))  # type: ignore[arg-type]
     if len(shape) == 3 - (not args.batched):
-        shared = args.array("indices", indices, "B T K", INT32)
+        shared = args.array(f"{prefix}indices", indices, f"B T {slots}", INT32)
         indices = for_all_groups(shared, args.sizes["G"])
     else:
-        indices = args.array("indices", indices, "B T G K", INT32)
+        indices = args.array(f"{prefix}indices", indices, f"B T G {slots}", INT32)
     if topk_length is not None:
-        topk_length = args.array("topk_length", topk_length, "B T", INT32)
+        topk_length = args.array(f"{prefix}topk_length", topk_length, "B T", INT32)
     return indices, topk_length
 
 

@@ -30,6 +30,7 @@ from jax_dsa.nn.arguments import (
     selected_keys,
     token_counts,
 )
+from jax_dsa.nn.compressed_attend import attend, attend_to_caches
 from jax_dsa.nn.compressed_cache import CompressedCache, check_compressed_cache
 from jax_dsa.nn.compressed_config import CompressedConfig
 from jax_dsa.nn.compressed_indexer import CompressedIndexer
@@ -40,7 +41,6 @@ from jax_dsa.nn.scopes import Linear, Module, RMSNorm, scoped
 from jax_dsa.ops.attn_dist import attn_dist
 from jax_dsa.ops.indexer import indexer_selected_logits, indexer_topk
 from jax_dsa.ops.losses import dense_indexer_kl_loss, indexer_kl_loss
-from jax_dsa.ops.sparse_mla import sparse_mla
 
 
 @exportable
@@ -280,10 +280,8 @@ class CompressedAttention(Module):
             elif indices is None:
                 indices = jnp.arange(compressed.keys.shape[1], dtype=jnp.int32)
             indices = jnp.where((indices >= 0) & (indices < ends[..., None]), indices, -1)
-            selected = jnp.where(indices >= 0, indices + joined.shape[1], -1)
-            slots = jnp.concatenate([slots, selected], axis=-1)
-            joined = jnp.concatenate([joined, compressed.keys], axis=1)
-        out, _ = self._attend(q, joined, slots)
+        keys = None if compressed is None else compressed.keys
+        out = attend_to_caches(q, joined, slots, keys, indices, self.sinks[...])
         cache, is_valid = cache.extended(c.window, kv, counts, compressed, index)
         y = jnp.where(is_valid[:, None, None], self._output(out, positions), jnp.nan)
         return y, cache, indices
@@ -355,14 +353,7 @@ class CompressedAttention(Module):
         indices: Int[Array, "B T K"],
     ) -> tuple[Float[Array, "B T N D"], Float[Array, "B T N"]]:
         """Returns the heads' outputs over the keys at `indices`, and their lse."""
-        dim = self.config.head_dim
-        return sparse_mla(
-            *(q, kv[:, :, None], indices),
-            value_dim=dim,
-            scale=dim**-0.5,
-            sinks=self.sinks[...],
-            return_lse=True,
-        )
+        return attend(q, kv, indices, self.sinks[...])
 
     def _output(
         self, out: Float[Array, "B T N D"], positions: Int[Array, "B T"]

@@ -6,6 +6,7 @@ The caches and the packing are defined in `jax_dsa.ops.cache`.
 from jax_dsa.ops.cache import (
     FlatCache,
     PagedCache,
+    import_page_records,
     pack_page_records,
     pack_records,
     unpack_page_records,
@@ -18,6 +19,7 @@ __all__ = [
     "OutOfPagesError",
     "PageAllocator",
     "PagedCache",
+    "import_page_records",
     "pack_page_records",
     "pack_records",
     "unpack_page_records",

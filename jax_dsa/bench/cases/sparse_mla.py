@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import functools
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import jax
 import jax.numpy as jnp
 
 import jax_dsa
 from jax_dsa.bench.case import BF16, COPY, Case, causal_selection, normal, selected_pairs
-from jax_dsa.core.layout import RECORD_BYTES
+from jax_dsa.core.layout import PAGE_RECORD_BYTES, RECORD_BYTES
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -91,3 +91,40 @@ def sparse_mla_decode(size: Scale) -> Iterator[Case]:
             yield case(b, 128, fp8)
     for b in (64, 128):
         yield case(b, 64, True)
+    yield from two_caches(size)
+
+
+def two_caches(size: Scale) -> Iterator[Case]:
+    """Yields DeepSeek-V4's decode steps: W keys of a window and K of S compressed keys."""
+    page = 64
+
+    def make(dims: Dims, fp8: bool, key: jax.Array) -> tuple:
+        b, s, n, d, k, w = (dims[x] for x in "BSNDKW")
+        x, y, z, picks = jax.random.split(key, 4)
+
+        def paged(key: jax.Array, tokens: int) -> jax_dsa.PagedCache:
+            pages = -(-tokens // page)
+            cache = jax_dsa.PagedCache.empty(b * pages, page, b, pages, d, fp8=fp8)
+            table = jnp.arange(b * pages, dtype=jnp.int32).reshape(b, pages)
+            return cache.with_page_table(table).append(normal(key, b, tokens, 1, d))
+
+        chosen = jnp.broadcast_to(causal_selection(picks, 1, s, k)[None], (b, 1, k))
+        window = jnp.broadcast_to(jnp.arange(w, dtype=jnp.int32), (b, 1, w))
+        return normal(x, b, 1, n, d), paged(y, w), window, paged(z, s), chosen
+
+    def call(q: jax.Array, cache: Any, indices: Any, extra: Any, chosen: Any, **others: Any) -> Any:
+        lists = {"extra_cache": extra, "extra_indices": chosen}
+        return jax_dsa.sparse_mla_decode(q, cache, indices, **lists, **others)
+
+    for n, k in ((64, 512), (128, 1024)):
+        for b in (1, 64, 128):
+            for fp8 in (False, True):
+                dims = size(B=b, T=1, S=8192, N=n, D=512, W=128, K=k)
+                keys, per_key = dims["W"] + dims["K"], PAGE_RECORD_BYTES if fp8 else 2 * 512
+                work = {
+                    BF16: 2 * b * n * keys * (512 + 512),
+                    COPY: b * (keys * per_key + 2 * n * (512 + 512)),
+                }
+                build = functools.partial(make, dims, fp8)
+                dtype = "fp8" if fp8 else "bf16"
+                yield Case("sparse_mla", "fwd", dims, dtype, build, call, work, note="two-caches")

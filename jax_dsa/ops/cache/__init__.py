@@ -2,6 +2,7 @@
 
 from jax_dsa.ops.cache.api import FlatCache, PagedCache
 from jax_dsa.ops.cache.records import (
+    import_page_records,
     pack_page_records,
     pack_records,
     unpack_page_records,
@@ -11,6 +12,7 @@ from jax_dsa.ops.cache.records import (
 __all__ = [
     "FlatCache",
     "PagedCache",
+    "import_page_records",
     "pack_page_records",
     "pack_records",
     "unpack_page_records",

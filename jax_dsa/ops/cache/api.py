@@ -384,16 +384,17 @@ class PagedCache(_Cache):
         return dataclasses.replace(self, pages=pages, **changes)
 
 
-def stored_dims(dims: str, rows: Any) -> str:
+def stored_dims(dims: str, rows: Any, mark: str = "") -> str:
     """Returns the dims of stored rows. FP8 records have a number of bytes in place of D."""
     is_record = getattr(as_array(rows), "dtype", None) == jnp.uint8
-    return dims.replace("D", "bytes") if is_record else dims
+    return dims.replace("D", f"bytes{mark}") if is_record else dims
 
 
 def checked_pages(
-    args: Args, name: str, pages: Any, row: str, dtypes: Any, hint: str = ""
+    args: Args, name: str, pages: Any, row: str, dtypes: Any, hint: str = "", mark: str = ""
 ) -> Array:
-    """Returns the checked argument `name`: pages of rows with the dims `row`; see `Args.array`."""
-    pages = args.array(name, pages, stored_dims(f"P L {row}", pages), dtypes, hint)
+    """Returns the checked argument `name`: pages of rows with the dims `row`; see `read_cache`."""
+    dims = stored_dims(f"P{mark} L{mark} {row}", pages, mark)
+    pages = args.array(name, pages, dims, dtypes, hint)
     args.shape(name, pages, pages.shape[1] > 0, "pages of at least one row")
     return pages

@@ -83,10 +83,11 @@ def read_keys(
     return Keys(rows, lengths, None, None)
 
 
-def read_cache(args: Args, name: str, cache: Any, dims: str, dtypes: Any) -> Keys:
+def read_cache(args: Args, name: str, cache: Any, dims: str, dtypes: Any, mark: str = "") -> Keys:
     """Returns the checked argument `name`, a cache of keys.
 
-    The size S becomes the number of tokens that a request may have.
+    The size S becomes the number of tokens that a request may have. A second cache of a call has
+    sizes of its own for pages, tokens and bytes. Their letters end with its `mark`.
 
     Args:
         args: the checks of the call.
@@ -94,21 +95,22 @@ def read_cache(args: Args, name: str, cache: Any, dims: str, dtypes: Any) -> Key
         cache: the argument.
         dims: the dims of one row. The result has no axis G if they begin with 1.
         dtypes: the dtypes that the cache may store.
+        mark: the mark of a second cache.
     """
     table, page_size = None, None
     has_one_head, kind = dims.startswith("1 "), type(cache).__name__
     hint = f"; {kind}.empty(..., dtype=jnp.{jnp.dtype(dtypes[0]).name}) makes such a cache"
     if isinstance(cache, PagedCache):
-        pages = checked_pages(args, f"{name}.pages", cache.pages, dims, dtypes, hint)
-        table = args.array(f"{name}.page_table", cache.page_table, "B R", INT32)
+        pages = checked_pages(args, f"{name}.pages", cache.pages, dims, dtypes, hint, mark)
+        table = args.array(f"{name}.page_table", cache.page_table, f"B R{mark}", INT32)
         count, page_size = pages.shape[:2]
         rows = pages.reshape(count * page_size, *pages.shape[2:])[None]
         capacity = table.shape[1] * page_size
-        args.bind("S", capacity, f"'{name}'")
+        args.bind(f"S{mark}", capacity, f"'{name}'")
         fits = not isinstance(capacity, int) or capacity <= LARGEST
         args.option(f"{name}.page_table", capacity, fits, "room for less than 2**31 rows")
     elif isinstance(cache, FlatCache):
-        dims = stored_dims(f"B S {dims}", cache.data)
+        dims = stored_dims(f"B S{mark} {dims}", cache.data, mark)
         rows = args.array(f"{name}.data", cache.data, dims, dtypes, hint)
     else:
         raise TypeError(f"{args.op}: argument '{name}' is {kind}, want a FlatCache or a PagedCache")

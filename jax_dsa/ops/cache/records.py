@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jax_dsa.core import layout
-from jax_dsa.core.checks import FLOATS, Args
+from jax_dsa.core.checks import FLOATS, FP8, Args
 from jax_dsa.core.layout import (
     PAGE_RECORD_BLOCK,
     PAGE_RECORD_BYTES,
@@ -119,6 +119,42 @@ def unpack_page_records(pages: UInt8[Array, "... L 584"], dtype: Any) -> Float[A
     op = "unpack_page_records"
     pages = _rows_of(op, "pages", pages, (jnp.uint8,), PAGE_RECORD_BYTES, least=2)
     return layout.unpack_page_records(pages, checks_of(op).dtype("dtype", dtype, FLOATS))
+
+
+def import_page_records(
+    pages: UInt8[Array, "P bytes"], page_size: int, *, groups: int = 1
+) -> UInt8[Array, "P L G 584"]:
+    """Returns the `pages` of a `PagedCache`, given pages that may end with padding.
+
+    FlashMLA and vLLM pad the page of L tokens to a multiple of 576 bytes, for example from 37376 to
+    37440 bytes with L = 64. The first 584 * L * G bytes are the same in all of them.
+
+    Args:
+        pages: Pages of records of 584 bytes; uint8 or float8_e4m3fn, one run of bytes per page. An
+            array with more axes is taken as [P, -1].
+        page_size: L, the number of tokens in a page.
+        groups: G, the number of KV heads.
+
+    Raises:
+        TypeError, ValueError: An argument has the wrong type, or the pages are too short.
+
+    Examples:
+        >>> import jax.numpy as jnp
+        >>> from jax_dsa.serving import import_page_records
+        >>> import_page_records(jnp.zeros((3, 37440), jnp.uint8), 64).shape
+        (3, 64, 1, 584)
+    """
+    args = checks_of("import_page_records")
+    size = args.integer("page_size", page_size, 1)
+    groups = args.integer("groups", groups, 1)
+    pages = args.typed("pages", pages, (jnp.uint8, FP8))
+    expected = f"[P, bytes] with at least {size * groups * PAGE_RECORD_BYTES} bytes for L={size}"
+    width = math.prod(pages.shape[1:])
+    fits = pages.ndim >= 2 and width >= size * groups * PAGE_RECORD_BYTES
+    args.shape("pages", pages, fits, f"{expected} and G={groups}")
+    flat = jax.lax.bitcast_convert_type(pages, jnp.uint8).reshape(pages.shape[0], width)
+    used = flat[:, : size * groups * PAGE_RECORD_BYTES]
+    return used.reshape(pages.shape[0], size, groups, PAGE_RECORD_BYTES)
 
 
 def checks_of(op: str) -> Args:

@@ -24,6 +24,7 @@ from jax_dsa.core.typing import Array, Float, Implementation, Int
 from jax_dsa.ops.cache.api import FlatCache, PagedCache
 from jax_dsa.ops.cache.keys import check_record, read_cache
 from jax_dsa.ops.sparse_mla import cuda, xla
+from jax_dsa.ops.sparse_mla.extra import Extra
 from jax_dsa.ops.sparse_mla.spec import Operands, Options
 
 _LIMITS = f"bfloat16; D {either(cuda.DIMS)}, value_dim {cuda.VALUE_DIM}; scale > 0"
@@ -81,6 +82,10 @@ class _Keywords(TypedDict, total=False):
 
 
 class _DecodeKeywords(_Keywords, total=False):
+    extra_cache: FlatCache | PagedCache | None
+    extra_indices: Indices | None
+    extra_topk_length: Int[Array, "B T"] | None
+    extra_key_stride: int
     batch_invariant: bool
 
 
@@ -226,10 +231,14 @@ def sparse_mla_decode(
     cache: FlatCache | PagedCache,
     indices: Indices,
     *,
+    extra_cache: FlatCache | PagedCache | None = None,
+    extra_indices: Indices | None = None,
     value_dim: int | None = None,
     scale: float | None = None,
     is_causal: bool = False,
     topk_length: Int[Array, "B T"] | None = None,
+    extra_topk_length: Int[Array, "B T"] | None = None,
+    extra_key_stride: int = 1,
     sinks: Float[Array, "N"] | None = None,
     batch_invariant: bool = False,
     return_lse: bool = False,
@@ -240,6 +249,10 @@ def sparse_mla_decode(
     A slot is valid if `0 <= idx < lengths[b]` and, in a paged cache, if its page is mapped. Only
     the selected rows are read. Nothing is copied or unpacked beforehand.
 
+    With `extra_cache`, the keys that `extra_indices` selects take part in the same softmax, with
+    one sink and one lse: the result is that of `sparse_mla` over both caches' keys, concatenated.
+    DeepSeek-V4 decodes this way, over a window of recent keys and over compressed keys.
+
     Args:
         q: Absorbed queries [B, T, N, D] of the last T tokens of each request; bfloat16, float16 or
             float32.
@@ -249,12 +262,19 @@ def sparse_mla_decode(
             rows to the dtype of `q`.
         indices: Positions within each request (not within the page pool) [B, T, G, K] or [B, T, K],
             int32. Without the axis G all KV heads share the indices.
+        extra_cache: A second cache of the same B, G and D, flat or paged, of keys or records,
+            whatever `cache` is. It has its own pages, page table and lengths.
+        extra_indices: Positions within each request of `extra_cache`, [B, T, G, J] or [B, T, J].
         value_dim: E, the number of a key's first elements that are its value; 1 <= E <= D.
             Default: min(512, D).
         scale: Factor of the scores. Default: D^-1/2.
-        is_causal: Whether query t, at position `lengths[b] - T + t`, sees only keys up to its own
-            position. Not needed if the indices select no later keys.
+        is_causal: Whether query t, at position `p = cache.lengths[b] - T + t`, sees only keys up to
+            its own position, and entries `j <= (p + 1) // extra_key_stride - 1` of `extra_cache`.
+            Not needed if the indices select no later keys.
         topk_length: As for `sparse_mla`.
+        extra_topk_length: The same for `extra_indices`.
+        extra_key_stride: Tokens per entry of `extra_cache`, for compressed keys. Used only with
+            `is_causal`.
         sinks: As for `sparse_mla`.
         batch_invariant: Whether a request's result is bit-identical whatever other requests are in
             the batch. Otherwise the number of KV splits, and so the last bits, may depend on the
@@ -279,6 +299,15 @@ def sparse_mla_decode(
         >>> q = jax.random.normal(jax.random.key(1), (2, 1, 8, 96))  # the fifth token's query
         >>> jax_dsa.sparse_mla_decode(q, cache, jnp.array([[[0, 2]], [[1, 4]]])).shape
         (2, 1, 8, 96)
+
+        The same query also sees the first of the keys in another cache:
+
+        >>> other = jax_dsa.FlatCache.empty(2, 8, 96, dtype=jnp.float32).append(rows[:, :2])
+        >>> jax_dsa.sparse_mla_decode(
+        ...     q, cache, jnp.array([[[0, 2]], [[1, 4]]]),
+        ...     extra_cache=other, extra_indices=jnp.array([[[0]], [[0]]]),
+        ... ).shape
+        (2, 1, 8, 96)
     """
     args = Args("sparse_mla_decode", "q", q, "B T N D")
     call = args.call(implementation)
@@ -289,14 +318,19 @@ def sparse_mla_decode(
     check_heads(args, "q", "cache")
     indices, topk_length = selection(args, indices, topk_length)
     _, ends = key_ranges(args, None, None, is_causal, lengths=keys.lengths)
+    extra = Extra(extra_cache, extra_indices, extra_topk_length, extra_key_stride)
+    extra_page_size, extra_operands = extra.checked(args, q.dtype, is_causal, keys.lengths)
     options = Options(
         scale=scale_or_default(args, scale),
         value_dim=value_dim_or_default(args, value_dim),
         page_size=keys.page_size,
+        extra_page_size=extra_page_size,
         batch_invariant=args.flag("batch_invariant", batch_invariant),
     )
     operands = Operands(
-        q, keys.rows, indices, ends, topk_length, shared_sinks(args, sinks), keys.page_table
+        q,
+        *(keys.rows, indices, ends, topk_length, shared_sinks(args, sinks), keys.page_table),
+        **extra_operands,
     )
     y = args.restore(sparse_mla_decode_op(call, options, operands))
     return requested(y, return_lse)

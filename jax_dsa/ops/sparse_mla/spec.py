@@ -19,6 +19,7 @@ class Options:
         value_dim: Number of a key's first elements that are its value.
         deterministic: Whether gradients are bit-identical on every run.
         page_size: Tokens per page; used only with a page table.
+        extra_page_size: The same for the second cache.
         batch_invariant: Whether a request's result is independent of the other requests; used only
             in the forward pass of decoding.
     """
@@ -27,6 +28,7 @@ class Options:
     value_dim: int
     deterministic: bool = False
     page_size: int | None = None
+    extra_page_size: int | None = None
     batch_invariant: bool = False
 
     def result_sizes(self, _: Mapping[str, int]) -> dict[str, int]:
@@ -46,6 +48,8 @@ class Operands(NamedTuple):
         topk_length: Number of slots of a row that are used, from the first one. None: all slots.
         sinks: Logits that take part in the softmax denominator but have no value.
         page_table: The pages of each request if `kv` is a pool of pages.
+        extra_kv, extra_indices, extra_ends, extra_topk_length, extra_page_table: The same for a
+            second cache, whose selected keys take part in the same softmax. None without one.
     """
 
     q: Float[Array, "b t (g m) d"]
@@ -55,6 +59,11 @@ class Operands(NamedTuple):
     topk_length: Int[Array, "b t"] | None = None
     sinks: Float[Array, "b (g m)"] | None = None
     page_table: Int[Array, "b p"] | None = None
+    extra_kv: Float[Array, "b u g v", SHARED] | None = None
+    extra_indices: Int[Array, "b t g j"] | None = None
+    extra_ends: Int[Array, "b t"] | None = None
+    extra_topk_length: Int[Array, "b t"] | None = None
+    extra_page_table: Int[Array, "b h"] | None = None
 
 
 class Results(NamedTuple):
@@ -71,11 +80,12 @@ class Results(NamedTuple):
 
 
 class Gradients(NamedTuple):
-    """The gradients of q in its dtype, and of kv (None for FP8 records) and sinks in float32.
+    """The gradients of q in its dtype, and of keys (None for FP8 records) and sinks in float32.
 
-    Gradients of kv and sinks are sums over shards. They are rounded after the shards are added.
+    Gradients of keys and sinks are sums over shards. They are rounded after the shards are added.
     """
 
     q: Array
     kv: Float[Array, "", accumulated("kv")] | None
     sinks: Float[Array, "", accumulated("q")] | None
+    extra_kv: Float[Array, "", accumulated("extra_kv")] | None = None

@@ -10,17 +10,19 @@ Per query and head, over the valid slots i of its indices, with v_i the first E 
 
 where `dlse` is the cotangent of m + log l, and `out` is the gated output, so neither the gate nor
 its inverse has to be kept. The row of an invalid slot is read as zeros and its score as -inf. This
-keeps the contents of unselected keys, NaN included, out of every sum.
+keeps the contents of unselected keys, NaN included, out of every sum. With a second cache, the
+slots of its list follow those of the first one, and everything else stays the same.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import functools
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from jax_dsa.core import compat
 from jax_dsa.core.layout import physical_rows
@@ -36,22 +38,35 @@ from jax_dsa.core.softmax import (
     split_scale,
 )
 from jax_dsa.core.streaming import chunk_length, entry_by_entry, scan_chunks
-from jax_dsa.core.typing import Array, Bool, Float
+from jax_dsa.core.typing import Array, Bool, Float, Int
 from jax_dsa.ops.sparse_mla.spec import Gradients, Operands, Options, Results
+
+
+class _Pool(NamedTuple):
+    """The rows that a list selects from: one batch entry may serve all requests."""
+
+    rows: Array
+    page_size: int | None
+
+
+class _Slots(NamedTuple):
+    """One list of slots per query, which index the rows of a pool."""
+
+    indices: Int[Array, "B T G K"]
+    ends: Int[Array, "B T"] | None
+    topk_length: Int[Array, "B T"] | None
 
 
 def sparse_mla_fwd(options: Options, x: Operands) -> Results:
     """Returns the output, the largest score and the logarithm of the sum."""
-    x = _without_page_table(options, x)
     if options.batch_invariant:
         per_entry = dataclasses.replace(options, batch_invariant=False)
         return entry_by_entry(functools.partial(sparse_mla_fwd, per_entry), x)
-    kv, sinks = x.kv, x.sinks
-    G, S = x.indices.shape[2], kv.shape[1]
+    pools, lists = _pools_and_lists(options, x)
+    sinks, G = x.sinks, x.indices.shape[2]
 
-    def chunk(carry: tuple[()], x: Operands) -> Any:
-        q, valid = x.q, _valid(x, S)
-        rows = gather_rows(kv, x.indices, valid, q.dtype, options.page_size)
+    def chunk(carry: tuple[()], q: Array, lists: tuple[_Slots, ...]) -> Any:
+        rows, valid = _selected(pools, lists, q.dtype)
         s = scores(options.scale, grouped(q, G), rows, valid)
         top = jax.lax.stop_gradient(jnp.max(s, axis=-1, initial=-jnp.inf))
         p = jnp.exp(s - jnp.where(top == -jnp.inf, 0, top)[..., None])
@@ -70,31 +85,31 @@ def sparse_mla_fwd(options: Options, x: Operands) -> Results:
         out = out.reshape(*heads, options.value_dim).astype(q.dtype)
         return carry, (out, top.reshape(heads), log_sum.reshape(heads))
 
-    per_query = query_bytes(x.q, x.indices, 2 * x.q.dtype.itemsize, 12)
-    size = chunk_length(x.q.shape[1], per_query)
-    return Results(*scan_chunks(chunk, (), (_per_query_operands(x),), chunk=size)[1])
+    size = _queries_at_once(x.q, lists, 2 * x.q.dtype.itemsize, 12)
+    return Results(*scan_chunks(chunk, (), (x.q, lists), chunk=size)[1])
 
 
 def sparse_mla_bwd(options: Options, x: Operands, y: Results, dy: Results) -> Gradients:
-    """Returns the gradients of q, kv and the sinks."""
-    x = _without_page_table(options, x)
-    kv, sinks = x.kv, x.sinks
+    """Returns the gradients of q, the keys and the sinks."""
+    pools, lists = _pools_and_lists(options, x)
+    sinks = x.sinks
     B, _, N, D = x.q.shape
-    S, G = kv.shape[1], x.indices.shape[2]
+    G = x.indices.shape[2]
     acc = compat.accum_dtype(x.q.dtype)
     first, last = split_scale(options.scale, x.q.dtype)
-    has_dkv = kv.dtype != jnp.uint8
     carry = (
-        jnp.zeros((kv.shape[0], S, G, D), acc) if has_dkv else None,
+        tuple(
+            None if pool.rows.dtype == jnp.uint8 else jnp.zeros((*pool.rows.shape[:2], G, D), acc)
+            for pool in pools
+        ),
         None if sinks is None else jnp.zeros((B, N), acc),
     )
 
-    def chunk(carry: Any, x: Operands, y: Results, dy: Results) -> Any:
-        dkv, dsinks = carry
-        q, out, top, log_sum, dout, dlse = (grouped(a, G) for a in (x.q, *y, dy.out, dy.log_sum))
+    def chunk(carry: Any, q: Array, lists: tuple[_Slots, ...], y: Results, dy: Results) -> Any:
+        dkvs, dsinks = carry
+        q, out, top, log_sum, dout, dlse = (grouped(a, G) for a in (q, *y, dy.out, dy.log_sum))
         dout, dlse = of_rows_with_keys(top, dout, dlse)
-        valid = _valid(x, S)
-        rows = gather_rows(kv, x.indices, valid, q.dtype, options.page_size)
+        rows, valid = _selected(pools, lists, q.dtype)
         p = probabilities(scores(options.scale, q, rows, valid), top, log_sum)
         dp = jnp.einsum(
             "btgme,btgke->btgmk",
@@ -108,45 +123,79 @@ def sparse_mla_bwd(options: Options, x: Operands, y: Results, dy: Results) -> Gr
         weighted = p if gate is None else p * gate[..., None]
         ds = ((weighted * dp + p * (first * dlse)[..., None]) * last).astype(q.dtype)
         dq = jnp.einsum("btgmk,btgkd->btgmd", ds, rows, preferred_element_type=acc)
-        if dkv is not None:
+        if any(dkv is not None for dkv in dkvs):
             # One product computes ds^T q + p^T dout: the operands are stacked along the head axis.
             left = jnp.concatenate([ds, weighted.astype(q.dtype)], axis=3)
             right = jnp.concatenate([q, _padded(dout, D)], axis=3)
             drows = jnp.einsum("btgmk,btgmd->btgkd", left, right, preferred_element_type=acc)
-            dkv = scatter_rows(dkv, x.indices, valid, drows, deterministic=options.deterministic)
+            parts = np.cumsum([slots.indices.shape[3] for slots in lists])[:-1]
+            dkvs = tuple(
+                dkv
+                if dkv is None
+                else scatter_rows(dkv, s.indices, ok, part, deterministic=options.deterministic)
+                for dkv, s, ok, part in zip(
+                    dkvs,
+                    lists,
+                    jnp.split(valid, parts, axis=3),
+                    jnp.split(drows, parts, axis=3),
+                    strict=True,
+                )
+            )
         if sinks is not None:
             dsinks += sink_gradient(sinks, top, log_sum, dout_dot_out) / first
-        return (dkv, dsinks), (dq.reshape(*dq.shape[:2], N, D).astype(q.dtype),)
+        return (dkvs, dsinks), (dq.reshape(*dq.shape[:2], N, D).astype(q.dtype),)
 
     row_copies = 6 if options.deterministic else 2
-    per_query = query_bytes(x.q, x.indices, 2 * x.q.dtype.itemsize + 4 * row_copies, 24)
+    size = _queries_at_once(x.q, lists, 2 * x.q.dtype.itemsize + 4 * row_copies, 24)
     carry = compat.match_vary(carry, *x, *y, *dy)
-    size = chunk_length(x.q.shape[1], per_query)
-    (dkv, dsinks), (dq,) = scan_chunks(chunk, carry, (_per_query_operands(x), y, dy), chunk=size)
-    return Gradients(q=dq, kv=dkv, sinks=dsinks)
+    (dkvs, dsinks), (dq,) = scan_chunks(chunk, carry, (x.q, lists, y, dy), chunk=size)
+    dkv, dextra = (*dkvs, None)[:2]
+    return Gradients(q=dq, kv=dkv, sinks=dsinks, extra_kv=dextra)
 
 
-def _per_query_operands(x: Operands) -> Any:
-    """Returns the operands that have a query axis, which is processed in chunks."""
-    return x._replace(kv=None, sinks=None)  # type: ignore[arg-type]
+def _pools_and_lists(options: Options, x: Operands) -> tuple[tuple[_Pool, ...], tuple[_Slots, ...]]:
+    """Returns the keys of one or two caches, and the lists that select from them.
+
+    The indices are rows of the pools, not positions within requests.
+    """
+    pools = [_Pool(x.kv, options.page_size)]
+    lists = [_physical(pools[0], _Slots(x.indices, x.ends, x.topk_length), x.page_table)]
+    if x.extra_kv is not None:
+        assert x.extra_indices is not None
+        pools.append(_Pool(x.extra_kv, options.extra_page_size))
+        extra = _Slots(x.extra_indices, x.extra_ends, x.extra_topk_length)
+        lists.append(_physical(pools[1], extra, x.extra_page_table))
+    return tuple(pools), tuple(lists)
 
 
-def _valid(x: Operands, keys: int) -> Bool[Array, "B T G K"]:
-    """Returns which slots are valid."""
-    return valid_slots(x.indices, x.ends, x.topk_length, keys)
+def _physical(pool: _Pool, slots: _Slots, page_table: Array | None) -> _Slots:
+    """Returns the slots with indices within the page pool instead of within each request."""
+    if page_table is None:
+        return slots
+    visible = slots.indices
+    if slots.ends is not None:
+        visible = jnp.where(visible < slots.ends[:, :, None, None], visible, -1)
+    assert pool.page_size is not None
+    pages = pool.rows.shape[1] // pool.page_size
+    indices = physical_rows(pages, pool.page_size, page_table, visible)
+    return slots._replace(indices=indices, ends=None)
 
 
-def _without_page_table(options: Options, x: Operands) -> Operands:
-    """Returns `x` with indices within the page pool instead of indices within each request."""
-    if x.page_table is None:
-        return x
-    visible = x.indices
-    if x.ends is not None:
-        visible = jnp.where(visible < x.ends[:, :, None, None], visible, -1)
-    size = options.page_size
-    assert size is not None
-    indices = physical_rows(x.kv.shape[1] // size, size, x.page_table, visible)
-    return x._replace(indices=indices, ends=None, page_table=None)
+def _selected(
+    pools: tuple[_Pool, ...], lists: tuple[_Slots, ...], dtype: Any
+) -> tuple[Float[Array, "B T G K D"], Bool[Array, "B T G K"]]:
+    """Returns the rows of all slots, one list after the other, and which of them are valid."""
+    rows, valid = [], []
+    for pool, slots in zip(pools, lists, strict=True):
+        valid.append(valid_slots(*slots, pool.rows.shape[1]))
+        rows.append(gather_rows(pool.rows, slots.indices, valid[-1], dtype, pool.page_size))
+    return jnp.concatenate(rows, axis=3), jnp.concatenate(valid, axis=3)
+
+
+def _queries_at_once(q: Array, lists: tuple[_Slots, ...], row_bytes: int, score_bytes: int) -> int:
+    """Returns how many queries of each request a chunk has."""
+    each = [query_bytes(q, slots.indices, row_bytes, score_bytes) for slots in lists]
+    return chunk_length(q.shape[1], sum(each))
 
 
 def _padded(x: Float[Array, "B T G m E"], dim: int) -> Float[Array, "B T G m D"]:

@@ -133,6 +133,28 @@ def cached_rows(cache: Any) -> tuple[np.ndarray, np.ndarray]:
     return unpacked(rows) if rows.dtype == np.uint8 else rows, exists
 
 
+SLOTS = ("indices", "topk_length")
+
+
+def seen_keys(
+    cache: Any, indices: np.ndarray, topk_length: np.ndarray | None, ends: np.ndarray | None
+) -> tuple[np.ndarray, np.ndarray]:
+    """Returns the rows of a cache, and its selected and visible keys [B, T, G, K], others -1."""
+    rows, exists = cached_rows(cache)
+    if indices.ndim == 3:
+        indices = np.repeat(indices[:, :, None], rows.shape[2], 2)
+    b = np.arange(len(indices))[:, None, None, None]
+    lengths = np.clip(cache.lengths.astype(np.int64), 0, rows.shape[1])
+    seen = (indices >= 0) & (indices < lengths[b])
+    if ends is not None:
+        seen &= indices < ends[:, :, None, None]
+    if topk_length is not None:
+        seen &= np.arange(indices.shape[3]) < topk_length[:, :, None, None]
+    if rows.shape[1]:
+        seen &= exists[b, np.clip(indices, 0, rows.shape[1] - 1)]
+    return rows, np.where(seen, indices.astype(np.int64), -1)
+
+
 def draw_sparse_mla_decode(c: Draw, r: Draw) -> Call:
     B, T, G, M, D, K = c.dims(KERNEL, B=3, T=3, G=2, M=3, D=6, K=6)
     dtype, records = c.dtype(), not c.gradient and c.chance(0.2)
@@ -148,24 +170,34 @@ def draw_sparse_mla_decode(c: Draw, r: Draw) -> Call:
         "sinks": r.limits(wide(dtype), G * M) if c.chance() else None,
         **draw_slots(c, r, B, T, G, cache.capacity, K),
     }
+    caches = [cache]
+    if c.chance(0.4):
+        caches.append(draw_cache(c, r, (G, D), B, np.uint8 if records else dtype))
+        slots = draw_slots(c, r, B, T, G, caches[1].capacity, c.dims({"J": (3, 70)}, J=5)[0])
+        kwargs |= {f"extra_{name}": x for name, x in slots.items()}
+        kwargs |= {
+            "extra_cache": caches[1],
+            "extra_key_stride": c.integer(c.one(1, 2, 4, *([INT_MAX] if c.edge else []))),
+        }
 
     def want(
         q: Any, cache: Any, value_dim: Any, return_lse: Any, is_causal: Any, **others: Any
     ) -> list[np.ndarray]:
         E = min(512, q.shape[3]) if value_dim is None else int(value_dim)
-        rows, exists = cached_rows(cache)
-        options = oracle_options(others, q, rows.shape[2])
-        lengths = np.maximum(cache.lengths.astype(np.int64), 0)
-        indices = options["indices"]
-        b = np.arange(len(indices))[:, None, None, None]
-        t = np.arange(indices.shape[1])[:, None, None]
-        seen = (indices >= 0) & (indices < np.minimum(lengths, rows.shape[1])[b])
-        if is_causal:
-            seen &= indices <= lengths[b] - indices.shape[1] + t
-        inside = np.clip(indices, 0, max(0, rows.shape[1] - 1))
-        if rows.shape[1]:
-            seen &= exists[b, inside]
-        options["indices"] = np.where(seen, indices, -1)
+        T = q.shape[1]
+        tokens = np.maximum(cache.lengths.astype(np.int64), 0)[:, None] - T + 1 + np.arange(T)
+        extra = {n: others.pop(f"extra_{n}", None) for n in ("cache", *SLOTS, "key_stride")}
+        first = {n: others.pop(n) for n in SLOTS}
+        ends = tokens if is_causal else None
+        rows, indices = seen_keys(cache, ends=ends, **first)
+        if extra["cache"] is not None:
+            stride = int(extra.pop("key_stride"))
+            ends = np.maximum(tokens, 0) // stride if is_causal else None
+            more, chosen = seen_keys(**extra, ends=ends)
+            chosen = np.where(chosen < 0, -1, chosen + rows.shape[1])
+            rows = np.concatenate([rows, more], 1)
+            indices = np.concatenate([indices, chosen], 3)
+        options = oracle_options({**others, "indices": indices}, q, rows.shape[2])
         out, lse = oracle.sparse_mla(q, rows, value_dim=E, **options)
         return [out, lse] if return_lse else [out]
 
@@ -175,7 +207,7 @@ def draw_sparse_mla_decode(c: Draw, r: Draw) -> Call:
         want,
         (dtype, wide(dtype)) if kwargs["return_lse"] else (dtype,),
         diff=("q", *(["sinks"] if kwargs["sinks"] is not None else [])),
-        peak=peak(kwargs["scale"], kwargs["q"], cached_rows(cache)[0]),
+        peak=max(peak(kwargs["scale"], kwargs["q"], cached_rows(x)[0]) for x in caches),
     )
     return without_batch(call) if B == 1 and c.chance() else call
 

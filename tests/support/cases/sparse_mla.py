@@ -78,6 +78,27 @@ def decode_invariant(q, pages, indices, table, lengths):
     return sparse_mla_decode(q, cache, indices, value_dim=E, batch_invariant=True)
 
 
+def make_two_cache_args(rng: np.random.Generator) -> tuple:
+    q, pages, indices, table, lengths = make_paged_args(rng)
+    entries = jnp.asarray(rng.integers(0, S + 1, size=B), jnp.int32)
+    extra = floats(rng, B, S, 1, D), picks(rng, B, T, 1, K + 2), entries
+    return q, pages, indices, table, lengths, *extra
+
+
+def decode_two_caches(q, pages, indices, table, lengths, data, extra_indices, entries):
+    return sparse_mla_decode(
+        q,
+        PagedCache(pages, table, lengths),
+        indices,
+        extra_cache=FlatCache(data, entries),
+        extra_indices=extra_indices,
+        is_causal=True,
+        extra_key_stride=2,
+        value_dim=E,
+        return_lse=True,
+    )
+
+
 CASES = [
     TransformCase(
         "sparse_mla",
@@ -136,5 +157,15 @@ CASES = [
         make_paged_args,
         (0, 1),
         {"batch": (P("x"), P(), P("x"), P("x"), P("x"))},
+    ),
+    TransformCase(
+        "sparse_mla_decode-two-caches",
+        decode_two_caches,
+        make_two_cache_args,
+        (0, 1, 5),
+        {
+            "batch": (P("x"), P(), *[P("x")] * 6),
+            "head": (P(None, None, "x"), *[P()] * 7),
+        },
     ),
 ]
