@@ -3,10 +3,11 @@
 // Tiling. Work tiles and steps are those of the forward pass (portable_fwd.cuh), with 32 keys, and
 // half of the rows where dims exceed 128. dQ stays in registers, and so do P and dS.
 //
-// Pipeline. There are two stages of keys and values, or one with 256 dims. The copies of the next
-// step are issued before the products of a step, or after them if there is one stage.
+// Pipeline. If 99 KiB have room for two stages of keys and values, the copies of the next step are
+// issued before the products of a step, otherwise after them. Two CTAs share an SM of GPUs with 227
+// KiB.
 //
-// Shared memory for D = E = 128: Q, dO 64 KiB; K, V 2 x 16 KiB; bits 2 KiB.
+// Shared memory for D = E = 128: Q, dO 64 KiB; K, V 16 KiB; bits and row sums 3 KiB.
 #pragma once
 
 #include "sparse_attention/bwd_rows.cuh"
@@ -27,7 +28,7 @@ struct PortableRowSums {
 
 template <DType kType, int kD, int kE>
 struct PortableDqTraits : PortableTraits<kType, kD, kE, kD <= 128 ? 2 : 1, 32> {
-  static constexpr int kStages = kD <= 192 ? 2 : 1;
+  static constexpr int kStages = kD == 64 || kD == 192 ? 2 : 1;
 };
 
 template <typename Tr>
