@@ -41,8 +41,9 @@ __device__ __forceinline__ void load_tile(uint32_t tile, const void* from, int64
   }
 }
 
-// Issues the cp.async of a tile of kRows rows that lie anywhere: row r is at from(r), or becomes zero
-// if that is null. The first `columns` columns, a multiple of 8, exist; the others become zero.
+// Issues the cp.async of a tile of kRows rows that lie anywhere: row r is at from(r), or becomes
+// zero if that is null. The first `columns` columns, a multiple of 8, exist; the others become
+// zero.
 template <int kRows, int kBlocks, int kThreads, typename From>
 __device__ __forceinline__ void gather_tile(uint32_t tile, int columns, From from) {
   constexpr int kStep = kThreads / 8;

@@ -1,7 +1,7 @@
 // FP8 records in portable kernels (mla/portable.cuh).
 //
-// Each thread copies its parts of a tile's records to a buffer of its own. When they have landed, it
-// unpacks them to bf16 in a slot, and issues the copies of the next tile.
+// Each thread copies its parts of a tile's records to a buffer of its own. When they have landed,
+// it unpacks them to bf16 in a slot, and issues the copies of the next tile.
 #pragma once
 
 #include <type_traits>

@@ -35,7 +35,7 @@ struct CurrentSplit {
     const bool found = x.next();
     __syncwarp();
     if (threadIdx.x % 32 == 0) {
-      *this = {x.split, x.visible, x.first_key, x.tiles,     x.index,
+      *this = {x.split, x.visible, x.first_key, x.tiles, x.index,
                x.batch, x.tile,    x.cost_left, found};
     }
   }
@@ -153,8 +153,8 @@ class SplitLoader {
   __device__ void zero_nonfinite_values(int tile) const {
     const int slot = tile % Tr::kSlots, lane = threadIdx.x % 32, chunk = lane % 8;
     mla::for_each_row<kKeys, Tr::kThreads>([&](int, int row) {
-      const uint32_t at =
-          smem_address(shared.keys[slot][Tr::kFirstValueBlock]) + row * 128 + (chunk ^ row % 8) * 16;
+      const uint32_t at = smem_address(shared.keys[slot][Tr::kFirstValueBlock]) + row * 128 +
+                          (chunk ^ row % 8) * 16;
       bool nonfinite = false;
 #pragma unroll 1
       for (int b = 0; b < Tr::kValueBlocks; ++b) {
@@ -186,10 +186,10 @@ __device__ __forceinline__ void write_portable_results(
   const float total = mla::over_row<Tr>(state.sum, [](float a, float b) { return a + b; });
   if (lane < Tr::kWarpRows) {
     const int own = mla::lane_row<Tr>(), row = group * Tr::kRows + own;
-    shared.factor[group][own] = split.row + row < p.rows
-                                    ? finish_row(p, split, Tr::kHeads, row, row_index(row),
-                                                 state.running_max, total, true)
-                                    : 0.f;
+    shared.factor[group][own] =
+        split.row + row < p.rows
+            ? finish_row(p, split, Tr::kHeads, row, row_index(row), state.running_max, total, true)
+            : 0.f;
   }
   mla::sync_group();
 #pragma unroll

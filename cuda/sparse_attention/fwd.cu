@@ -30,10 +30,10 @@ cudaError_t launch(const FwdCall& p, const TileLists& lists, cudaStream_t stream
 
 cudaError_t hopper::launch_sparse_attention_fwd(const SparseAttentionFwdParams& params,
                                                 cudaStream_t stream) {
-  return launch_fwd(
-      params, stream, [&]<DType kType, int kD, int kE>(const FwdCall& p, const TileLists& lists) {
-        return launch<FwdTraits<kType, kD, kE>>(p, lists, stream);
-      });
+  return launch_fwd(params, stream,
+                    [&]<DType kType, int kD, int kE>(const FwdCall& p, const TileLists& lists) {
+                      return launch<FwdTraits<kType, kD, kE>>(p, lists, stream);
+                    });
 }
 
 }  // namespace jax_dsa

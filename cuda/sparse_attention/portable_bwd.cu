@@ -29,12 +29,10 @@ cudaError_t launch_dq(const SparseAttentionBwdParams& params, const BwdWorkspace
 template <typename Tr>
 cudaError_t launch_dkv(const SparseAttentionBwdParams& p, const BwdWorkspace& w,
                        const Device& device, cudaStream_t stream) {
-  DSA_RETURN_IF_CUDA_ERROR(
-      build_inverse_lists(p, w, Tr::kStep / (p.heads / p.groups), stream));
+  DSA_RETURN_IF_CUDA_ERROR(build_inverse_lists(p, w, Tr::kStep / (p.heads / p.groups), stream));
   const auto kernel = portable_dkv_kernel<Tr>;
   DSA_RETURN_IF_CUDA_ERROR(prefer_shared_memory(kernel, kMaxSharedBytes / 1024));
-  const int64_t ctas =
-      std::min(w.inverse.tiles + kParts, int64_t{Tr::kCtas} * device.num_sms);
+  const int64_t ctas = std::min(w.inverse.tiles + kParts, int64_t{Tr::kCtas} * device.num_sms);
   return launch_blocks(kernel, ctas, Tr::kThreads, sizeof(PortableDkvShared<Tr>), stream, p,
                        w.inverse, w.delta);
 }
@@ -64,8 +62,7 @@ cudaError_t launch_sparse_attention_bwd(const SparseAttentionBwdParams& p, const
     if (p.batch * p.queries > 0) {
       DSA_RETURN_IF_CUDA_ERROR((launch_dq<kType, kD, kE>(p, w, device, stream)));
     }
-    return w.inverse.tiles > 0 ? launch_dkv_dims<kType, kD, kE>(p, w, device, stream)
-                               : cudaSuccess;
+    return w.inverse.tiles > 0 ? launch_dkv_dims<kType, kD, kE>(p, w, device, stream) : cudaSuccess;
   });
 }
 

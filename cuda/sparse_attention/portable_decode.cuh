@@ -1,7 +1,7 @@
 // Sparse attention over caches, with instructions of sm_80. decode.cuh has the mathematics.
 //
-// Tiling. A work tile is (query, KV head, 16 or 32 query heads), and a CTA computes one. Its list of
-// blocks is a sequence of keys, which are processed in tiles of 16 to 64 by the loop of
+// Tiling. A work tile is (query, KV head, 16 or 32 query heads), and a CTA computes one. Its list
+// of blocks is a sequence of keys, which are processed in tiles of 16 to 64 by the loop of
 // mla/portable.cuh. A list is not divided.
 //
 // FP8 caches. Each thread copies its parts of the codes of a tile to a buffer of its own. When they

@@ -85,8 +85,7 @@ __device__ __forceinline__ void store_sums(const float (&sum)[2][kN], float fact
 #pragma unroll
     for (int i = 0; i < kN; i += 2) {
       const int row = m * 16 + i / 2 % 2 * 8 + lane / 4;
-      const int column =
-          first_column + slice_column<kSlice>(i / 8) + i / 4 % 2 * 8 + lane % 4 * 2;
+      const int column = first_column + slice_column<kSlice>(i / 8) + i / 4 % 2 * 8 + lane % 4 * 2;
       if (row >= rows || column >= columns) continue;
       auto* const to = reinterpret_cast<float2*>(out + row * stride + column);
       float2 x = {sum[m][i] * factor, sum[m][i + 1] * factor};
@@ -131,15 +130,13 @@ __global__ void __launch_bounds__(Tr::kThreads, Tr::kCtas)
   };
   // Issues the copies of the step that starts at entry `begin`.
   const auto load_step = [&](int begin) {
-    int rows[kStep / (Tr::kThreads / 8)];  // of this thread
     constexpr int kRowStep = Tr::kThreads / 8;
-#pragma unroll
-    for (int i = 0; i < kStep / kRowStep; ++i) {
-      rows[i] = find_row(begin, i * kRowStep + thread_index() / 8);
-    }
+    static_assert(kStep == 2 * kRowStep);  // a thread copies parts of two rows
+    const int own = thread_index() / 8;
+    const int first = find_row(begin, own), second = find_row(begin, own + kRowStep);
     const auto copy = [&]<int kBlocks>(uint32_t to, const void* x, int dim) {
       gather_tile<kStep, kBlocks, Tr::kThreads>(to, dim, [&](int r) {
-        const int row = rows[r / kRowStep];
+        const int row = r < kRowStep ? first : second;
         return row < 0 ? nullptr : static_cast<const uint16_t*>(x) + int64_t{row} * dim;
       });
     };
@@ -182,9 +179,9 @@ __global__ void __launch_bounds__(Tr::kThreads, Tr::kCtas)
         __syncthreads();
         float s[kM][kScores], dp[kM][kScores];
         clear_fragments(s);
-        multiply_tiles<kType, Tr::kD / 16>(
-            s, Operand<Side::kA, false, kStep>(q_tile, score_row(), 0),
-            Operand<Side::kB, false, kKeys>(k_tile, score_key(), 0));
+        multiply_tiles<kType, Tr::kD / 16>(s,
+                                           Operand<Side::kA, false, kStep>(q_tile, score_row(), 0),
+                                           Operand<Side::kB, false, kKeys>(k_tile, score_key(), 0));
         clear_fragments(dp);
         multiply_tiles<kType, Tr::kE / 16>(
             dp, Operand<Side::kA, false, kStep>(dout_tile, score_row(), 0),
@@ -195,8 +192,8 @@ __global__ void __launch_bounds__(Tr::kThreads, Tr::kCtas)
           for (int r = 0; r < 2; ++r) {
             const int row = row_of(m, r);
             const PortableRowSums sums = shared.sums[row];
-            const auto seen = static_cast<uint32_t>(
-                shared.seen[row] >> (half * kKeys + score_key() + lane() % 4 * 2));
+            const auto seen = static_cast<uint32_t>(shared.seen[row] >>
+                                                    (half * kKeys + score_key() + lane() % 4 * 2));
 #pragma unroll
             for (int j = 0; j < kScores / 2; ++j) {
               const int i = j / 2 * 4 + r * 2 + j % 2;
@@ -228,8 +225,7 @@ __global__ void __launch_bounds__(Tr::kThreads, Tr::kCtas)
         if (lane() == 0) counter_wait<false>(item.parts_added + warp(), item.part);
         __syncwarp();
       }
-      const int64_t row =
-          (item.batch * p.keys + first_key + own_key()) * p.groups + item.group;
+      const int64_t row = (item.batch * p.keys + first_key + own_key()) * p.groups + item.group;
       const auto store = [&](const auto& sum, float factor, float* out, int dim) {
         store_sums<Tr::kSlice>(sum, factor, out + row * dim, int64_t{p.groups} * dim,
                                keys_left - own_key(), own_column(), dim, item.part > 0);

@@ -63,7 +63,7 @@ __global__ void __launch_bounds__(Tr::kThreads, 2)
   load_rows<Tr, Tr::kEBlocks>(walk, dout_tile, p.dout, p.value_dim);
   if (const int row = threadIdx.x; row < Tr::kRows) {
     PortableRowSums x = {0.f, 0.f, 0.f};
-    if (row < walk.rows) {
+    if (row < walk.rows()) {
       const int64_t at = walk.row_index(row);
       x = {p.max_logit[at], p.log_sum[at], delta[at]};
       if (x.max_logit == -INFINITY) x = {0.f, 0.f, 0.f};
@@ -87,14 +87,13 @@ __global__ void __launch_bounds__(Tr::kThreads, 2)
     const uint32_t k_tile = smem_address(shared.k[stage]), v_tile = smem_address(shared.v[stage]);
     float s[kM][kScores], dp[kM][kScores];
     clear_fragments(s);
-    multiply_tiles<kType, Tr::kD / 16>(s,
-                                       Operand<Side::kA, false, Tr::kRows>(q_tile, warp_row, 0),
+    multiply_tiles<kType, Tr::kD / 16>(s, Operand<Side::kA, false, Tr::kRows>(q_tile, warp_row, 0),
                                        Operand<Side::kB, false, Tr::kKeys>(k_tile, 0, 0));
     walk.build_bits(step + 2);
     clear_fragments(dp);
-    multiply_tiles<kType, Tr::kE / 16>(
-        dp, Operand<Side::kA, false, Tr::kRows>(dout_tile, warp_row, 0),
-        Operand<Side::kB, false, Tr::kKeys>(v_tile, 0, 0));
+    multiply_tiles<kType, Tr::kE / 16>(dp,
+                                       Operand<Side::kA, false, Tr::kRows>(dout_tile, warp_row, 0),
+                                       Operand<Side::kB, false, Tr::kKeys>(v_tile, 0, 0));
     uint32_t ds[kM][Tr::kKeys / 16][4];
 #pragma unroll
     for (int m = 0; m < kM; ++m) {

@@ -12,7 +12,8 @@ cudaError_t launch_sparse_attention_fwd(const SparseAttentionFwdParams& params,
   return launch_fwd(
       params, stream,
       [&]<DType kType, int kD, int kE>(const PortableFwdCall& p, const TileLists& lists) {
-        using Tr = sparse_attention::PortableTraits<kType, kD, kE, kE <= 128 ? 2 : 1, kD <= 192 ? 64 : 32>;
+        using Tr =
+            sparse_attention::PortableTraits<kType, kD, kE, kE <= 128 ? 2 : 1, kD <= 192 ? 64 : 32>;
         static_assert(sizeof(PortableFwdShared<Tr>) <= kMinSharedBytes);
         const masked_attention::TileScheduler scheduler(p, p.groups, p.tile_queries,
                                                         device.l2_bytes);

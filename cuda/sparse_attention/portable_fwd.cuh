@@ -59,8 +59,7 @@ __global__ void __launch_bounds__(Tr::kThreads, 2)
     walk.template load<0, Tr::kEBlocks>(v_tile, p.v, p.value_dim, step);
     float s[kM][Tr::kKeys / 2];
     clear_fragments(s);
-    multiply_tiles<kType, Tr::kD / 16>(s,
-                                       Operand<Side::kA, false, Tr::kRows>(q_tile, warp_row, 0),
+    multiply_tiles<kType, Tr::kD / 16>(s, Operand<Side::kA, false, Tr::kRows>(q_tile, warp_row, 0),
                                        Operand<Side::kB, false, Tr::kKeys>(k_tile, 0, 0));
     walk.build_bits(step + 2);
     uint32_t probabilities[kM][Tr::kKeys / 16][4];
@@ -80,9 +79,8 @@ __global__ void __launch_bounds__(Tr::kThreads, 2)
       walk.template load<1, Tr::kDBlocks>(k_tile, p.k, p.dim, step + 1);
     }
     walk.advance(step + 2);
-    multiply_tiles<kType, Tr::kKeys / 16>(
-        o, RegisterOperand<kM, Tr::kKeys / 16>{probabilities},
-        Operand<Side::kB, true, Tr::kKeys>(v_tile, 0, 0));
+    multiply_tiles<kType, Tr::kKeys / 16>(o, RegisterOperand<kM, Tr::kKeys / 16>{probabilities},
+                                          Operand<Side::kB, true, Tr::kKeys>(v_tile, 0, 0));
   }
 
   cp_async_wait();
@@ -93,10 +91,10 @@ __global__ void __launch_bounds__(Tr::kThreads, 2)
     float factor[2];
 #pragma unroll
     for (int r = 0; r < 2; ++r) {
-      const bool exists = row + r * 8 < walk.rows;
+      const bool exists = row + r * 8 < walk.rows();
       const int64_t at = exists ? walk.row_index(row + r * 8) : 0;
       const float* const sink =
-          p.sinks ? p.sinks + walk.tile.batch * p.sinks_stride + at % p.heads : nullptr;
+          p.sinks ? p.sinks + walk.batch() * p.sinks_stride + at % p.heads : nullptr;
       const auto result = masked_attention::row_result(rows[m], units, r, steps > 0, sink);
       factor[r] = result.factor;
       if (exists && lane % 4 == 0) {

@@ -1,7 +1,7 @@
 // What the portable kernels share that walk over the union of the lists of a tile of queries.
 //
-// A CTA takes a work tile, or a part of one: kRows of its 128 rows. For each step, it builds one bit
-// per query and key in shared memory. Keys and values that no query of the tile sees may hold
+// A CTA takes a work tile, or a part of one: kRows of its 128 rows. For each step, it builds one
+// bit per query and key in shared memory. Keys and values that no query of the tile sees may hold
 // anything; their copies write zeros.
 #pragma once
 
@@ -23,9 +23,20 @@ struct PortableTraits {
   static constexpr int kParts = kTileRows / kRows;  // CTAs of a work tile
 };
 
-// The bits of three steps: the one that is multiplied, the one whose copies are issued, and the next.
+// What a CTA knows of its work tile.
+template <int kKeys>
+struct StepTile {
+  Steps<kKeys> steps;
+  WorkTile tile;
+  int heads;            // per KV head
+  int first_row, rows;  // of the CTA, within the work tile
+};
+
+// What a walk keeps in shared memory, to save registers: the work tile, and the bits of three
+// steps: the one that is multiplied, the one whose copies are issued, and the next.
 template <typename Tr>
 struct StepBits {
+  StepTile<Tr::kKeys> tile;
   static constexpr int kBuffers = 3, kRounds = kMaxTileQueries / 32;
   uint32_t bits[kBuffers][kMaxTileQueries][Tr::kWords];
   uint32_t seen[kBuffers][kRounds][Tr::kWords];  // the union over each 32 queries
@@ -40,46 +51,51 @@ class StepWalk {
  public:
   __device__ StepWalk(const Params& p, const masked_attention::TileScheduler& scheduler,
                       const TileLists& lists, StepBits<Tr>& shared)
-      : p(p), lists(lists), shared(shared), steps(p.lists.block_size) {
-    tile = scheduler.work_tile(blockIdx.x / Tr::kParts);
-    steps.start(lists, p.groups, tile);
-    heads = p.heads / p.groups;
-    first_row = blockIdx.x % Tr::kParts * Tr::kRows;
-    const int queries = static_cast<int>(min(p.queries - tile.query, int64_t{p.tile_queries}));
-    rows = max(min(queries * heads - first_row, Tr::kRows), 0);
-    const int row = thread_index();
-    if (row < Tr::kRows) {
-      shared.query_of_row[row] = min((first_row + row) / heads, p.tile_queries - 1);
+      : p(p), lists(lists), shared(shared), at(shared.tile) {
+    const int heads = p.heads / p.groups, first_row = blockIdx.x % Tr::kParts * Tr::kRows;
+    const int thread = thread_index();
+    if (thread == 0) {
+      StepTile<kKeys> x = {Steps<kKeys>(p.lists.block_size),
+                           scheduler.work_tile(blockIdx.x / Tr::kParts), heads, first_row, 0};
+      x.steps.start(lists, p.groups, x.tile);
+      const int queries = static_cast<int>(min(p.queries - x.tile.query, int64_t{p.tile_queries}));
+      x.rows = max(min(queries * heads - first_row, Tr::kRows), 0);
+      shared.tile = x;
     }
+    if (thread < Tr::kRows) {
+      shared.query_of_row[thread] = min((first_row + thread) / heads, p.tile_queries - 1);
+    }
+    __syncthreads();
     found[0] = find(0), found[1] = find(1);
   }
 
-  __device__ int step_count() const { return rows > 0 ? ceil_div(steps.keys(), kKeys) : 0; }
+  __device__ int rows() const { return at.rows; }
+  __device__ int batch() const { return at.tile.batch; }
+  __device__ int step_count() const { return at.rows > 0 ? ceil_div(at.steps.keys(), kKeys) : 0; }
 
   // The index of a row of the CTA in [batch, queries, heads]. Row r exists if r < rows.
   __device__ int64_t row_index(int row) const {
-    const int query = (first_row + row) / heads;
-    return (tile.batch * p.queries + tile.query + query) * p.heads + tile.head * heads +
-           first_row + row - query * heads;
+    const int query = (at.first_row + row) / at.heads;
+    return (at.tile.batch * p.queries + at.tile.query + query) * p.heads + at.tile.head * at.heads +
+           at.first_row + row - query * at.heads;
   }
 
   // Builds the bits of a step. A barrier must separate this from their use, and from the use of
   // those of three steps before.
   __device__ __forceinline__ void build_bits(int step) const {
     const int lane = thread_index() % 32, buffer = step % StepBits<Tr>::kBuffers;
-    const int boxes = max(1, 32 >> steps.box_shift), width = 32 / boxes;
+    const int boxes = max(1, 32 >> at.steps.box_shift), width = 32 / boxes;
     const int rounds = ceil_div(p.tile_queries, 32);
 #pragma unroll 1
     for (int task = thread_index() / 32; task < rounds * kWords; task += Tr::kWarps) {
       const int r = task / kWords, w = task % kWords;
-      const int key = step * kKeys + 32 * w + lane * width, entry = key >> steps.block_shift;
-      const bool exists = lane < boxes && entry < steps.entries;
+      const int key = step * kKeys + 32 * w + lane * width, entry = key >> at.steps.block_shift;
+      const bool exists = lane < boxes && entry < at.steps.entries;
       const int row = exists ? row_of(key) : 0;
-      const uint32_t sees =
-          exists ? __ldg(steps.queries + int64_t{entry} * lists.words + r) : 0;
-      const int64_t query = tile.query + 32 * r + lane;
+      const uint32_t sees = exists ? __ldg(at.steps.queries + int64_t{entry} * lists.words + r) : 0;
+      const int64_t query = at.tile.query + 32 * r + lane;
       const int end = 32 * r + lane < p.tile_queries && query < p.queries
-                          ? key_end(p.lists, tile.batch * p.queries + query, p.keys)
+                          ? key_end(p.lists, at.tile.batch * p.queries + query, p.keys)
                           : 0;
       const uint32_t bits = word_bits(sees, row, end, boxes, width);
       shared.bits[buffer][32 * r + lane][w] = bits;
@@ -109,12 +125,11 @@ class StepWalk {
       }
     }
     const int64_t stride = int64_t{p.groups} * dim;
-    const auto* const first = static_cast<const uint16_t*>(x) +
-                              (tile.batch * p.keys * p.groups + tile.head) * dim;
+    const auto* const first =
+        static_cast<const uint16_t*>(x) + (at.tile.batch * p.keys * p.groups + at.tile.head) * dim;
     gather_tile<kKeys, kBlocks, Tr::kThreads>(to, dim, [&](int row) {
       // The lookups are those of `find`.
-      const int from =
-          __shfl_sync(~0u, found[kNext], row / kRowStep * 4 + thread_index() % 32 / 8);
+      const int from = __shfl_sync(~0u, found[kNext], row / kRowStep * 4 + thread_index() % 32 / 8);
       uint32_t word = seen[0];
 #pragma unroll
       for (int w = 1; w < kWords; ++w) word = row / 32 == w ? seen[w] : word;
@@ -125,28 +140,26 @@ class StepWalk {
   // Makes the next step the current one, after which `step` is the next one.
   __device__ __forceinline__ void advance(int step) { found[0] = found[1], found[1] = find(step); }
 
-  const Params& p;
-  const TileLists& lists;
-  StepBits<Tr>& shared;
-  Steps<kKeys> steps;
-  WorkTile tile;
-  int heads, first_row, rows;
-
  private:
   static constexpr int kRowStep = Tr::kThreads / 8;
 
   // The row of k of a key of the union.
   __device__ int row_of(int key) const {
-    return __ldg(steps.rows + (key >> steps.block_shift)) + (key & ((1 << steps.block_shift) - 1));
+    return __ldg(at.steps.rows + (key >> at.steps.block_shift)) +
+           (key & ((1 << at.steps.block_shift) - 1));
   }
   // Each lane looks up one row of a step for its warp. Rows that do not exist are not seen.
   __device__ int find(int step) const {
     const int lane = thread_index() % 32;
     const int key = step * kKeys + lane / 4 % (kKeys / kRowStep) * kRowStep +
                     thread_index() / 32 * 4 + lane % 4;
-    return key >> steps.block_shift < steps.entries ? row_of(key) : 0;
+    return key >> at.steps.block_shift < at.steps.entries ? row_of(key) : 0;
   }
 
+  const Params& p;
+  const TileLists& lists;
+  StepBits<Tr>& shared;
+  const StepTile<kKeys>& at;
   int found[2];  // what this lane has looked up for the current step and the next one
 };
 
@@ -154,7 +167,8 @@ class StepWalk {
 template <typename Tr, int kBlocks, typename Walk>
 __device__ __forceinline__ void load_rows(const Walk& walk, uint32_t to, const void* x, int dim) {
   gather_tile<Tr::kRows, kBlocks, Tr::kThreads>(to, dim, [&](int row) {
-    return row < walk.rows ? static_cast<const uint16_t*>(x) + walk.row_index(row) * dim : nullptr;
+    return row < walk.rows() ? static_cast<const uint16_t*>(x) + walk.row_index(row) * dim
+                             : nullptr;
   });
 }
 
@@ -163,7 +177,7 @@ template <typename Tr, int kBlocks, typename Walk>
 __device__ __forceinline__ void store_rows(const Walk& walk, uint32_t from, int warp_row, void* x,
                                            int dim) {
   scatter_tile<Tr::kRows, Tr::kWarpRows, kBlocks>(from + warp_row * 128, dim, [&](int row) {
-    return warp_row + row < walk.rows
+    return warp_row + row < walk.rows()
                ? static_cast<uint16_t*>(x) + walk.row_index(warp_row + row) * dim
                : nullptr;
   });

@@ -102,12 +102,12 @@ cudaError_t launch_sparse_attention_fwd(const SparseAttentionFwdParams& params,
                                         cudaStream_t stream);
 cudaError_t launch_sparse_attention_bwd(const SparseAttentionBwdParams& params,
                                         cudaStream_t stream);
-}
+}  // namespace hopper
 namespace portable {
 cudaError_t launch_sparse_attention_fwd(const SparseAttentionFwdParams& params,
                                         const Device& device, cudaStream_t stream);
 cudaError_t launch_sparse_attention_bwd(const SparseAttentionBwdParams& params,
                                         const Device& device, cudaStream_t stream);
-}
+}  // namespace portable
 
 }  // namespace jax_dsa

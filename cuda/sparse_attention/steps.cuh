@@ -1,5 +1,5 @@
-// The walk of a tile of queries over the union of its lists. A step is a tile of kKeys keys: a part of
-// one block, or several blocks.
+// The walk of a tile of queries over the union of its lists. A step is a tile of kKeys keys: a part
+// of one block, or several blocks.
 #pragma once
 
 #include "masked_attention/mask.cuh"

@@ -13,7 +13,8 @@ int main(int argc, char** argv) {
                        "few, records", "huge scores", "few, huge scores"},
                       [](const DecodeCase& c) { return c.c.name; });
   for (const DecodeCase& c : cases) {
-    for (const auto& options : emulator::schedules(argc, argv, &c - kCases)) run(c, options, hopper::launch_mqa_decode);
+    for (const auto& options : emulator::schedules(argc, argv, &c - kCases))
+      run(c, options, hopper::launch_mqa_decode);
   }
   for (const char* name :
        {"queries", "pages of 7, sharp", "few, pools", "few, floats", "separate values 128",

@@ -259,4 +259,3 @@ const DecodeCase kCases[] = {
 };
 
 }  // namespace
-

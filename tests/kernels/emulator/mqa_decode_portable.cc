@@ -1,8 +1,9 @@
-// Runs the portable mqa_decode kernel on the emulator and compares it with float64 results, with the
-// shared memory of every GPU.
+// Runs the portable mqa_decode kernel on the emulator and compares it with float64 results, with
+// the shared memory of every GPU.
 #include "launch_on_device.h"
 #include "mqa_decode/combine.cu"
 #include "mqa_decode/portable_fwd.cu"
+#include "mqa_decode/portable_values.cu"
 #include "mqa_decode_checks.h"
 
 int main(int argc, char** argv) {
@@ -14,12 +15,11 @@ int main(int argc, char** argv) {
     return portable::launch_mqa_decode(p, tuning, device, stream);
   };
   const auto name_of = [](const DecodeCase& c) { return c.c.name; };
-  const auto cases =
-      emulator::cases(argc, argv, kCases,
-                      {"few requests", "queries", "pages of 7, sharp", "few, floats",
-                       "separate values 128", "separate values 256, pages", "separate values 64",
-                       "few, records", "few, huge scores"},
-                      name_of);
+  const auto cases = emulator::cases(
+      argc, argv, kCases,
+      {"few requests", "queries", "pages of 7, sharp", "few, floats", "separate values 128",
+       "separate values 256, pages", "separate values 64", "few, records", "few, huge scores"},
+      name_of);
   emulator::on_gpus(argc, argv, cases, emulator::kPortableGpus, [&](const DecodeCase& c) {
     for (const auto& options : emulator::schedules(argc, argv, &c - kCases)) {
       run(c, options, launch);

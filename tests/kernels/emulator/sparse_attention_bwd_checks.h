@@ -53,4 +53,3 @@ void check(const SparseAttentionCase& c, const std::vector<emulator::Options>& s
 }
 
 }  // namespace
-

@@ -10,11 +10,11 @@ int main(int argc, char** argv) {
   using namespace jax_dsa;
   const Launch launch =
       launch_on_device<portable::launch_sparse_attention_bwd, SparseAttentionBwdParams>;
-  const auto cases = emulator::cases(
-      argc, argv, kSparseAttentionCases,
-      {"12 heads, blocks of 4, tail, 256 dims", "16 heads, blocks of 64",
-       "1 head, blocks of 16, causal", "several ranges of queries", "packed", "duplicates",
-       "sinks, f16", "many queries, one tile of keys"});
+  const auto cases =
+      emulator::cases(argc, argv, kSparseAttentionCases,
+                      {"12 heads, blocks of 4, tail, 256 dims", "16 heads, blocks of 64",
+                       "1 head, blocks of 16, causal", "several ranges of queries", "packed",
+                       "duplicates", "sinks, f16", "many queries, one tile of keys"});
   emulator::on_gpus(argc, argv, cases, emulator::kPortableGpus, [&](const SparseAttentionCase& c) {
     check(c, emulator::schedules(argc, argv, &c - kSparseAttentionCases), launch);
   });

@@ -51,4 +51,3 @@ void check(const SparseAttentionCase& c, const std::vector<emulator::Options>& s
 }
 
 }  // namespace
-

@@ -97,4 +97,3 @@ void run(const Case& c, const emulator::Options& options, const Launch& launch, 
 }
 
 }  // namespace
-

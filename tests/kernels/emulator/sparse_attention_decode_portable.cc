@@ -5,13 +5,12 @@
 #include "sparse_attention_decode_checks.h"
 
 int main(int argc, char** argv) {
-  const Launch launch = 
+  const Launch launch =
       launch_on_device<portable::launch_sparse_attention_decode, SparseAttentionDecodeParams>;
-  const auto cases =
-      emulator::cases(argc, argv, kCases,
-                      {"blocks of 64, pages of 48", "blocks of 4, 256 dims", "blocks of 1, pools",
-                       "80 heads", "invariant", "no slots", "no keys", "fp8", "fp8, pages",
-                       "fp8, 256 dims, no factors"});
+  const auto cases = emulator::cases(
+      argc, argv, kCases,
+      {"blocks of 64, pages of 48", "blocks of 4, 256 dims", "blocks of 1, pools", "80 heads",
+       "invariant", "no slots", "no keys", "fp8", "fp8, pages", "fp8, 256 dims, no factors"});
   emulator::on_gpus(argc, argv, cases, emulator::kPortableGpus, [&](const Case& c) {
     for (const auto& options : emulator::schedules(argc, argv, &c - kCases)) {
       run(c, options, launch);
