@@ -4,7 +4,6 @@
 
 #include <cuda_runtime_api.h>
 
-#include <bit>
 #include <cstdint>
 
 #include "common/device.h"
@@ -51,14 +50,16 @@ struct SparseAttentionDecodeParams {
                          // that is estimated to be the fastest, or fixed for `batch_invariant`
 };
 
+inline bool is_power_of_two(int n) { return n > 0 && (n & (n - 1)) == 0; }
+
 // Returns whether the kernels take these parameters.
 inline bool is_valid(const SparseAttentionDecodeParams& p) {
   if (p.groups <= 0 || p.heads % p.groups != 0 || p.slots < 0) return false;
-  if (p.block_size < 1 || !std::has_single_bit(static_cast<unsigned>(p.block_size))) return false;
+  if (!is_power_of_two(p.block_size)) return false;
   if (int64_t{p.slots} * p.block_size > INT32_MAX - 256) return false;
   if (p.batch * p.queries * p.heads > INT32_MAX || p.keys > INT32_MAX - p.block_size) return false;
   if (p.splits < 0 || p.splits > kSparseDecodeMaxSplits) return false;
-  if (p.splits > 0 && !std::has_single_bit(static_cast<unsigned>(p.splits))) return false;
+  if (p.splits > 0 && !is_power_of_two(p.splits)) return false;
   if (!p.fp8 && (p.k_scale || p.v_scale)) return false;
   return p.page_table == nullptr ||
          (p.page_size > 0 && p.pages >= 0 && int64_t{p.pages} * p.page_size <= INT32_MAX);

@@ -7,8 +7,6 @@
 // rows.
 #pragma once
 
-#include <bit>
-
 #include "common/gather.cuh"
 #include "mla/few_heads.cuh"
 #include "mla/producer.cuh"
@@ -32,7 +30,9 @@ struct Decode : SparseAttentionDecodeParams {
         per_group(heads / groups),
         row_tiles(0),
         log_splits(0),
-        log_block_size(std::countr_zero(static_cast<unsigned>(block_size))) {}
+        log_block_size(0) {
+    while (1 << log_block_size < block_size) ++log_block_size;
+  }
   __host__ __device__ int num_splits() const { return 1 << log_splits; }
 };
 

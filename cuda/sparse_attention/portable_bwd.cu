@@ -48,7 +48,7 @@ cudaError_t launch_dkv_dims(const SparseAttentionBwdParams& p, const BwdWorkspac
     }
     return launch_dkv<Tr>(p, w, device, stream);
   } else {
-    using Tr = PortableDkvTraits<kType, kD, kE, 64, 64, kD <= 128 ? 2 : 1>;
+    using Tr = PortableDkvTraits<kType, kD, kE, 64, 64, kD == 64 ? 2 : 1>;
     static_assert(sizeof(PortableDkvShared<Tr>) <= kMinSharedBytes);
     return launch_dkv<Tr>(p, w, device, stream);
   }

@@ -12,8 +12,8 @@
 //   dV, dK  64 keys x 128 dims: 2 x 4 warps with 32 x 32 each
 // P and dS go through shared memory, as [rows, keys].
 //
-// Shared memory for D = E = 128: K, V 32 KiB; Q, dO 32 KiB; P, dS 16 KiB. Two CTAs share an SM, so
-// that one copies the rows of its next step while the other multiplies.
+// Shared memory for D = E = 128: K, V 32 KiB; Q, dO 32 KiB; P, dS 16 KiB. With 64 dims, two CTAs
+// share an SM, so that one copies the rows of its next step while the other multiplies.
 #pragma once
 
 #include "common/mma_tile.cuh"

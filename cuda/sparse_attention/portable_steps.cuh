@@ -7,7 +7,7 @@
 
 #include "common/mma_tile.cuh"
 #include "masked_attention/softmax.cuh"
-#include "sparse_attention/launch.h"
+#include "sparse_attention/lists.cuh"
 #include "sparse_attention/steps.cuh"
 
 namespace jax_dsa::sparse_attention {
