@@ -95,7 +95,7 @@ ffi::Error mqa_decode(cudaStream_t stream, BF16 q, AnyBuffer k, AnyBuffer v, S32
   return launch_status(kOp, launch_mqa_decode(params, stream));
 }
 
-DSA_FFI_HANDLER("jax_dsa.mqa_decode.v3", mqa_decode, kHopperOnly);
+DSA_FFI_HANDLER("jax_dsa.mqa_decode.v3", mqa_decode, kEveryGpu);
 
 }  // namespace
 }  // namespace jax_dsa

@@ -139,8 +139,8 @@ ffi::Error sparse_attention_bwd(cudaStream_t stream, AnyBuffer q, AnyBuffer k, A
   return launch_status(kOp, launch_sparse_attention_bwd(params, stream));
 }
 
-DSA_FFI_HANDLER("jax_dsa.sparse_attention_fwd.v1", sparse_attention_fwd, kHopperOnly);
-DSA_FFI_HANDLER("jax_dsa.sparse_attention_bwd.v1", sparse_attention_bwd, kHopperOnly);
+DSA_FFI_HANDLER("jax_dsa.sparse_attention_fwd.v1", sparse_attention_fwd, kEveryGpu);
+DSA_FFI_HANDLER("jax_dsa.sparse_attention_bwd.v1", sparse_attention_bwd, kEveryGpu);
 
 }  // namespace
 }  // namespace jax_dsa

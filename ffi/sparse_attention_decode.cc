@@ -83,7 +83,7 @@ ffi::Error sparse_attention_decode(cudaStream_t stream, BF16 q, AnyBuffer k, Any
   return launch_status(kOp, launch_sparse_attention_decode(params, stream));
 }
 
-DSA_FFI_HANDLER("jax_dsa.sparse_attention_decode.v1", sparse_attention_decode, kHopperOnly);
+DSA_FFI_HANDLER("jax_dsa.sparse_attention_decode.v1", sparse_attention_decode, kEveryGpu);
 
 }  // namespace
 }  // namespace jax_dsa

@@ -109,8 +109,9 @@ STACKS = {
     "mqa_decode10few_kernel": 8,
     "mqa_decode11wide_kernel": 48,
     "sparse_attention10fwd_kernel": 8,
-    "sparse_attention12union_kernel": 8,
-    "sparse_attention14inverse_kernel": 16,
+    "sparse_attention19portable_fwd_kernel": 8,
+    "12union_kernel": 8,
+    "14inverse_kernel": 16,
     "sparse_mla10bwd_kernel": 224,
     "sparse_mla13decode_kernel": 32,
     "sparse_mla14fwd_few_kernel": 8,  # at the end of a work tile
@@ -123,6 +124,7 @@ STACKS = {
 
 # The same for the machine code for GPUs other than Hopper, where it differs.
 PORTABLE_STACKS = {
+    "14inverse_kernel": 32,
     "block_mask12tiles_kernel": 8,
     "dequantize_kernel": 8,
     "quantize_tiles_cu": 16,

@@ -98,14 +98,10 @@ KERNELS = {
     "sparse_attention/bwd_dkv.cuh": [
         "sparse_attention::dkv_kernel<"
         "jax_dsa::sparse_attention::DkvTraits<jax_dsa::DType::kBF16, 192, 128>>",
-        "sparse_attention::inverse_kernel<true>",
     ],
     "sparse_attention/bwd_dq.cuh": [
         "sparse_attention::dq_kernel<"
         "jax_dsa::sparse_attention::DqTraits<jax_dsa::DType::kF16, 256, 256>>"
-    ],
-    "sparse_attention/bwd_rows.cuh": [
-        "sparse_attention::delta_kernel<jax_dsa::DType::kBF16>",
     ],
     "sparse_attention/decode.cuh": [
         "sparse_attention::decode_kernel<"
@@ -115,7 +111,6 @@ KERNELS = {
     "sparse_attention/fwd.cuh": [
         "sparse_attention::fwd_kernel<"
         "jax_dsa::sparse_attention::FwdTraits<jax_dsa::DType::kBF16, 128, 128>>",
-        "sparse_attention::union_kernel<jax_dsa::sparse_attention::FwdCall>",
     ],
     "sparse_mla/bwd.cuh": ["sparse_mla::bwd_kernel<576, false, true>"],
     "sparse_mla/bwd_order.cuh": ["sparse_mla::order_kernel"],
@@ -141,6 +136,28 @@ PORTABLE = {
     "masked_attention/portable_bwd.cuh": KERNELS["masked_attention/portable_bwd.cuh"],
     "masked_attention/portable_fwd.cuh": KERNELS["masked_attention/portable_fwd.cuh"],
     "losses/kl_rows.cuh": KERNELS["losses/kl_rows.cuh"],
+    "mqa_decode/portable_fwd.cuh": [
+        "mqa_decode::portable_fwd_kernel<"
+        "jax_dsa::mla::PortableTraits<576, 32, 1, 16, 16, 2, 2>, true>",
+        "mqa_decode::portable_fwd_kernel<"
+        "jax_dsa::mla::PortableTraits<128, 16, 1, 64, 16, 2, 2, 128, true>, false>",
+    ],
+    "sparse_attention/portable_decode.cuh": [
+        "sparse_attention::portable_decode_kernel<"
+        "jax_dsa::mla::PortableTraits<128, 16, 1, 32, 16, 3, 2, 128, true>, true>"
+    ],
+    "sparse_attention/portable_dkv.cuh": [
+        "sparse_attention::portable_dkv_kernel<jax_dsa::sparse_attention::PortableDkvTraits<"
+        "jax_dsa::DType::kBF16, 128, 128, 64, 64, 1>>"
+    ],
+    "sparse_attention/portable_dq.cuh": [
+        "sparse_attention::portable_dq_kernel<"
+        "jax_dsa::sparse_attention::PortableDqTraits<jax_dsa::DType::kF16, 192, 128>>"
+    ],
+    "sparse_attention/portable_fwd.cuh": [
+        "sparse_attention::portable_fwd_kernel<"
+        "jax_dsa::sparse_attention::PortableTraits<jax_dsa::DType::kBF16, 128, 128, 2, 64>>"
+    ],
     "sparse_mla/combine.cuh": KERNELS["sparse_mla/combine.cuh"],
     "sparse_mla/portable_bwd.cuh": [
         "sparse_mla::portable_bwd_kernel<jax_dsa::sparse_mla::PortableBwdTraits<576, 32, 1, true>>"

@@ -41,6 +41,43 @@ __device__ __forceinline__ void load_tile(uint32_t tile, const void* from, int64
   }
 }
 
+// Issues the cp.async of a tile of kRows rows that lie anywhere: row r is at from(r), or becomes
+// zero if that is null. The first `columns` columns, a multiple of 8, exist; the others become
+// zero.
+template <int kRows, int kBlocks, int kThreads, typename From>
+__device__ __forceinline__ void gather_tile(uint32_t tile, int columns, From from) {
+  constexpr int kStep = kThreads / 8;
+  static_assert(kRows % kStep == 0 && kStep % 8 == 0);
+  const int thread = thread_index(), row = thread >> 3, chunk = thread & 7;
+  const uint32_t to = tile + row * 128 + (chunk ^ row % 8) * 16;
+#pragma unroll
+  for (int r = 0; r < kRows; r += kStep) {
+    const uint16_t* const at = from(row + r);
+#pragma unroll
+    for (int b = 0; b < kBlocks; ++b) {
+      cp_async_16(to + (b * kRows + r) * 128, at + b * 64 + chunk * 8,
+                  at != nullptr && b * 64 + chunk * 8 < columns);
+    }
+  }
+}
+
+// Stores kRows rows of a tile of kTileRows rows to places that lie anywhere, by a warp: row r to
+// to(r), or nowhere if that is null. `tile` is the address of the first of these rows.
+template <int kTileRows, int kRows, int kBlocks, typename To>
+__device__ __forceinline__ void scatter_tile(uint32_t tile, int columns, To to) {
+  const int lane = thread_index() & 31, chunk = lane & 7;
+#pragma unroll
+  for (int row = lane >> 3; row < kRows; row += 4) {
+    uint16_t* const at = to(row);
+#pragma unroll
+    for (int b = 0; b < kBlocks; ++b) {
+      uint32_t x[4];
+      load_shared_16(tile + (b * kTileRows + row) * 128 + (chunk ^ row % 8) * 16, x);
+      store_16(at + b * 64 + chunk * 8, x, at != nullptr && b * 64 + chunk * 8 < columns);
+    }
+  }
+}
+
 // Stores rows of a tile of kTileRows rows and kBlocks blocks to global memory: kRows rows, of which
 // `rows` exist, by kThreads threads. `thread` is the index among them. `tile` is the address of the
 // first of these rows.

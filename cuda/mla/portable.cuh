@@ -1,11 +1,11 @@
-// Building blocks of the kernels of MLA that use only instructions of sm_80: gathered key tiles,
-// and the scores of a group of heads.
+// Building blocks of kernels for few queries that use only instructions of sm_80: gathered key
+// tiles, the scores of a group of heads, and the loop over the tiles (`attend_tiles`).
 //
 // A CTA holds the Q of kGroups groups of kRows heads in shared memory. A group has four warps,
 // which compute the scores of its heads with a tile of kKeys gathered keys. Each warp multiplies
 // all heads with kScoreKeys of the keys, over one of kParts slices of the columns. The products
 // meet in shared memory in float32: a larger product per warp reads less shared memory than the
-// exchange costs.
+// exchange costs. The outputs are in registers; each warp of a group has a quarter of the columns.
 #pragma once
 
 #include <cstdint>
@@ -18,18 +18,38 @@ namespace jax_dsa::mla {
 
 inline constexpr int kGroupThreads = 128;
 
-// kSlots: key tiles in shared memory. kCtas: CTAs per SM.
-template <int kD_, int kRows_, int kGroups_, int kKeys_, int kScoreKeys_, int kSlots_, int kCtas_>
+// kSlots: key tiles in shared memory. kCtas: CTAs per SM. kE: columns of the values, which are the
+// first columns of the keys unless kSeparateValues.
+template <int kD_, int kRows_, int kGroups_, int kKeys_, int kScoreKeys_, int kSlots_, int kCtas_,
+          int kE_ = kMlaValueDim, bool kSeparateValues_ = false>
 struct PortableTraits {
   static constexpr int kD = kD_, kRows = kRows_, kGroups = kGroups_, kKeys = kKeys_;
   static constexpr int kScoreKeys = kScoreKeys_, kSlots = kSlots_, kCtas = kCtas_;
   static constexpr int kHeads = kRows * kGroups, kThreads = kGroups * kGroupThreads;
-  static constexpr int kBlocks = kD / 64;
+  static constexpr int kE = kE_;
+  static constexpr bool kSeparateValues = kSeparateValues_;
+  static constexpr int kBlocks = kD / 64, kValueBlocks = kE / 64;
+  // A tile consists of the blocks of its keys, then those of separate values.
+  static constexpr int kFirstValueBlock = kSeparateValues ? kBlocks : 0;
+  static constexpr int kTileBlocks = kSeparateValues ? kBlocks + kValueBlocks : kBlocks;
+  static constexpr int kOutputs = kE / 8;  // of a thread, in 16 rows
+  static constexpr int kOutputSlice = kE / 4 < 64 ? kE / 4 : 64;
   static constexpr int kWarpsPerPart = kKeys / kScoreKeys, kParts = 4 / kWarpsPerPart;
   // A row of scores belongs to kLanes lanes of one warp, each of which has kLaneKeys keys.
   static constexpr int kWarpRows = kRows / 4, kLanes = 32 / kWarpRows, kLaneKeys = kKeys / kLanes;
   static_assert(kRows % 16 == 0 && kScoreKeys % 16 == 0 && kParts * kWarpsPerPart == 4);
   static_assert(kLaneKeys % 4 == 0 && kKeys <= 64);
+};
+
+template <typename Tr>
+struct alignas(128) PortableShared {
+  uint8_t q[Tr::kBlocks][Tr::kHeads * 128];
+  uint8_t keys[Tr::kSlots][Tr::kTileBlocks][Tr::kKeys * 128];
+  uint8_t probabilities[Tr::kGroups][Tr::kRows * 128];
+  float scores[Tr::kGroups][Tr::kParts * Tr::kRows * Tr::kKeys];
+  float factor[Tr::kGroups][Tr::kRows];  // of a group's outputs
+  // Which keys are valid. The operators may give the upper bits a meaning.
+  alignas(16) uint8_t valid[Tr::kSlots][Tr::kKeys];
 };
 
 // The index of this thread's group, in a uniform register.
@@ -51,6 +71,18 @@ __device__ __forceinline__ void for_each_row(F f) {
     const int row = i * kStep + threadIdx.x / 8;
     if (kRows % kStep == 0 || row < kRows) f(i, row);
   }
+}
+
+// Each lane of a warp looks up one of the rows of a tile of which the warp copies parts. These are
+// the row that a lane looks up, and what was looked up for the thread's i-th row in for_each_row.
+template <int kRows, int kThreads>
+__device__ __forceinline__ int lookup_row() {
+  constexpr int kStep = kThreads / 8;
+  const int lane = threadIdx.x % 32;
+  return lane / 4 % ceil_div(kRows, kStep) * kStep + threadIdx.x / 32 * 4 + lane % 4;
+}
+__device__ __forceinline__ int looked_up(int x, int i) {
+  return __shfl_sync(~0u, x, i * 4 + threadIdx.x % 32 / 8);
 }
 
 // Copies the part of row `row` that belongs to this thread: one 16-byte chunk of each block. An
@@ -190,6 +222,88 @@ __device__ __forceinline__ void store_probabilities(uint32_t tile,
     const uint32_t to = tile + row * 128 + (((key + i) / 8) ^ row % 8) * 16 + (key + i) % 8 * 2;
     store_shared_8(to, pack_bf16(s[i], s[i + 1]), pack_bf16(s[i + 2], s[i + 3]));
   }
+}
+
+// ---- the loop over the key tiles ----------------------------------------------------------------
+
+// Processes the tiles of a work tile, whose Q is in open cp.async groups. `loader` fills the slots:
+//   load()           issues the copies of the next tile and closes their group, which is empty
+//                    after the last tile
+//   unpack()         if kUnpacks: writes the last loaded tile, which has landed, to its slot
+//   landed(tile)     is called by all threads when their copies of a tile have landed
+//   adjust(tile, s)  changes the scores of this lane, where those of keys that are not valid are
+//                    -inf already
+//   weigh(tile, s)   changes its probabilities, after their sum has been taken
+//
+// For each tile, a group multiplies the scores, computes their softmax, and multiplies the
+// probabilities by the values. The second group is half a tile behind the first: while one group is
+// in its scores and its softmax, the other one multiplies values. A step is half a tile. Each two
+// steps, all warps meet at a barrier, after which the slot of a tile that both groups have finished
+// is filled again. If there is only one group, another CTA on the SM fills its gaps.
+template <typename Tr, typename Shared, typename Loader>
+__device__ __forceinline__ void attend_tiles(Shared& shared, Loader& loader, int tiles, int group,
+                                             float scale, float margin, PortableRow& row,
+                                             float (&o)[Tr::kRows / 16][Tr::kOutputs]) {
+  constexpr bool kUnpacks = Loader::kUnpacks;
+  constexpr int kAhead = Tr::kSlots - Tr::kGroups;  // tiles whose copies are in flight
+  static_assert(kAhead >= 1);
+  if constexpr (kUnpacks) {
+    loader.load();
+    cp_async_wait();
+    if (tiles > 0) loader.unpack();
+    loader.load();
+  } else {
+#pragma unroll 1
+    for (int i = 0; i < kAhead; ++i) loader.load();
+  }
+  clear_fragments(o);
+  const uint32_t probabilities = smem_address(shared.probabilities[group]);
+#pragma unroll 1
+  for (int step = 0; step < 2 * tiles + Tr::kGroups - 1; ++step) {
+    if (step % 2 == 0) {
+      cp_async_wait_group<kUnpacks ? 0 : kAhead - 1>();
+      if (step < 2 * tiles) loader.landed(step / 2);
+      __syncthreads();
+      if constexpr (kUnpacks) {
+        if (step / 2 + 1 < tiles) loader.unpack();
+      }
+      loader.load();
+    }
+    const int own = step - group;
+    if (own < 0 || own >= 2 * tiles) continue;
+    const int tile = own / 2, slot = tile % Tr::kSlots;
+    const uint32_t keys = smem_address(shared.keys[slot]);
+    if (own % 2 == 0) {
+      float* const scores = shared.scores[group];
+      multiply_scores<Tr>(smem_address(shared.q), keys, group, scores);
+      sync_group();
+      float s[Tr::kLaneKeys];
+      load_scores<Tr>(scores, shared.valid[slot], s);
+      loader.adjust(tile, s);
+      const float factor = row.softmax<Tr>(s, scale, margin);
+      loader.weigh(tile, s);
+      store_probabilities<Tr>(probabilities, s);
+      if (thread_index() % 32 < Tr::kWarpRows) shared.factor[group][lane_row<Tr>()] = factor;
+      sync_group();
+    } else {
+      const int lane_row = thread_index() % 32 / 4;
+#pragma unroll
+      for (int m = 0; m < Tr::kRows / 16; ++m) {
+        const float factor[2] = {shared.factor[group][m * 16 + lane_row],
+                                 shared.factor[group][m * 16 + lane_row + 8]};
+        if (__any_sync(~0u, (factor[0] != 1.f) | (factor[1] != 1.f))) {
+#pragma unroll
+          for (int i = 0; i < Tr::kOutputs; ++i) o[m][i] *= factor[i / 2 % 2];
+        }
+      }
+      multiply_tiles<DType::kBF16, Tr::kKeys / 16>(
+          o, Operand<Side::kA, false, Tr::kRows>(probabilities, 0, 0),
+          Operand<Side::kB, true, Tr::kKeys, Tr::kOutputSlice>(
+              keys + Tr::kFirstValueBlock * (Tr::kKeys * 128), 0,
+              uniform(thread_index() / 32 % 4) * (Tr::kE / 4)));
+    }
+  }
+  sync_group();
 }
 
 }  // namespace jax_dsa::mla

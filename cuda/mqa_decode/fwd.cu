@@ -1,10 +1,11 @@
-// Launcher of the mqa_decode kernels.
+// Launcher of the mqa_decode kernels for Hopper.
 
 #include "mqa_decode/few.cuh"
 #include "mqa_decode/launch.cuh"
 #include "mqa_decode/wide.cuh"
 
-namespace jax_dsa::mqa_decode {
+namespace jax_dsa {
+namespace mqa_decode {
 namespace {
 
 template <int kD, bool kRecords>
@@ -37,24 +38,14 @@ cudaError_t launch_rows(const TunedParams& p, cudaStream_t stream) {
   }
 }
 
-bool valid(const MqaDecodeParams& p) {
-  if (p.groups <= 0 || p.heads % p.groups != 0 || !(p.scale > 0.f)) return false;
-  if (p.queries * p.batch * p.heads > INT32_MAX || p.keys > INT32_MAX - kTile) return false;
-  if (p.v ? p.value_dim != p.dim : p.value_dim != kMlaValueDim) return false;
-  if (p.records && (p.v || p.dim != 576)) return false;
-  if (p.page_table == nullptr) return true;
-  return p.page_size > 0 && p.pages >= 0 && p.page_slots >= 0 &&
-         int64_t{p.pages} * p.page_size <= INT32_MAX &&
-         p.keys == int64_t{p.page_slots} * p.page_size &&
-         (p.batch_rows == 0 || p.batch_rows == int64_t{p.pages} * p.page_size);
-}
-
 }  // namespace
 
-cudaError_t launch(const MqaDecodeParams& params, const Tuning& tuning, cudaStream_t stream) {
+}  // namespace mqa_decode
+
+cudaError_t hopper::launch_mqa_decode(const MqaDecodeParams& params,
+                                      const mqa_decode::Tuning& tuning, cudaStream_t stream) {
+  using namespace mqa_decode;
   const TunedParams p = {params, tuning};
-  if (p.batch == 0 || p.queries == 0 || p.heads == 0) return cudaSuccess;
-  if (!valid(p)) return cudaErrorInvalidValue;
   if (p.records) return launch_rows<576, 512, false, true>(p, stream);
   if (p.v == nullptr) {
     if (p.dim == 576) return launch_rows<576, 512, false>(p, stream);
@@ -71,8 +62,4 @@ cudaError_t launch(const MqaDecodeParams& params, const Tuning& tuning, cudaStre
   return cudaErrorInvalidValue;
 }
 
-}  // namespace jax_dsa::mqa_decode
-
-cudaError_t jax_dsa::launch_mqa_decode(const MqaDecodeParams& params, cudaStream_t stream) {
-  return mqa_decode::launch(params, {}, stream);
-}
+}  // namespace jax_dsa

@@ -65,7 +65,8 @@ struct MqaDecodeWorkspace {
 };
 inline MqaDecodeWorkspace mqa_decode_workspace(int rows) {
   const int ctas = kMaxSms * (rows == 64 ? 1 : 2);
-  return {int64_t{2} * ctas * rows, ctas};
+  // A portable kernel may multiply 32 rows where this one multiplies 64, in twice as many CTAs.
+  return {int64_t{2} * ctas * rows, 2 * kMaxSms};
 }
 
 cudaError_t launch_mqa_decode(const MqaDecodeParams& params, cudaStream_t stream);

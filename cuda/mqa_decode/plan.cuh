@@ -101,9 +101,9 @@ struct VisibleKeys {
   }
   __device__ int first_key() const { return low < high ? low / kTile * kTile : 0; }
   __device__ int tiles() const { return low < high ? ceil_div(high - first_key(), kTile) : 0; }
-  // Whether all queries see all keys of the tile that starts at `key`.
-  __device__ bool seen_by_all(int key) const {
-    return common_low <= key && key <= common_high - kTile;
+  // Whether all queries see all `keys` keys from `key` on.
+  __device__ bool seen_by_all(int key, int keys = kTile) const {
+    return common_low <= key && key <= common_high - keys;
   }
 };
 

@@ -89,12 +89,14 @@ struct KeyLocator {
   int first_key;
   int64_t rows_before;  // rows before the request's first row
 
-  __device__ KeyLocator(const Decode& p, const SplitIterator& iterator)
+  // `keys` tells about the split, as a SplitIterator does.
+  template <typename SplitKeys>
+  __device__ KeyLocator(const Decode& p, const SplitKeys& keys)
       : p(p),
-        table(p.page_table ? p.page_table + int64_t{iterator.split.batch} * p.page_slots : nullptr),
-        visible(iterator.visible),
-        first_key(iterator.first_key),
-        rows_before(iterator.split.batch * p.batch_rows) {}
+        table(p.page_table ? p.page_table + int64_t{keys.split.batch} * p.page_slots : nullptr),
+        visible(keys.visible),
+        first_key(keys.first_key),
+        rows_before(keys.split.batch * p.batch_rows) {}
 
   // Returns the page of the split's i-th key, or -1 if no query sees the key. A flat array is
   // treated as one page.
@@ -138,6 +140,20 @@ __device__ __forceinline__ uint32_t point_gather(const Decode& p, const KeyLocat
   return gather.set_rows(base, stride, sub, row, row >= 0);
 }
 
+// Writes zeros over the eight values at this address if one of them is not finite. Returns whether
+// one is.
+__device__ __forceinline__ bool zero_nonfinite_chunk(uint32_t at) {
+  uint32_t x[4];
+  load_shared_16(at, x);
+  bool nonfinite = false;
+#pragma unroll
+  for (int j = 0; j < 4; ++j) {
+    nonfinite |= (x[j] & 0x7f80) == 0x7f80 || (x[j] & 0x7f800000) == 0x7f800000;
+  }
+  if (nonfinite) store_shared_16(at, {0, 0, 0, 0});
+  return nonfinite;
+}
+
 // Replaces values that are not finite by zeros, among those that this lane has copied to a block.
 // Returns a bit for each of the lane's four rows that had such values.
 __device__ __forceinline__ uint32_t zero_nonfinite(const Gather& gather, uint32_t block) {
@@ -145,15 +161,7 @@ __device__ __forceinline__ uint32_t zero_nonfinite(const Gather& gather, uint32_
 #pragma unroll
   for (int i = 0; i < 4; ++i) {
     const uint32_t at = block + gather.offset[i % 2] + i / 2 * 4096;
-    uint32_t x[4];
-    load_shared_16(at, x);
-    bool nonfinite = false;
-#pragma unroll
-    for (int j = 0; j < 4; ++j) {
-      nonfinite |= (x[j] & 0x7f80) == 0x7f80 || (x[j] & 0x7f800000) == 0x7f800000;
-    }
-    if (nonfinite) store_shared_16(at, {0, 0, 0, 0});
-    rows |= uint32_t{nonfinite} << i;
+    rows |= uint32_t{zero_nonfinite_chunk(at)} << i;
   }
   return rows;
 }

@@ -2,9 +2,12 @@
 // benchmarks that want other values.
 #pragma once
 
+#include "common/device.h"
+#include "mla/layout.h"
 #include "mqa_decode/mqa_decode.h"
 
-namespace jax_dsa::mqa_decode {
+namespace jax_dsa {
+namespace mqa_decode {
 
 // The defaults are the fastest that were measured.
 struct Tuning {
@@ -15,4 +18,28 @@ struct Tuning {
 
 cudaError_t launch(const MqaDecodeParams& params, const Tuning& tuning, cudaStream_t stream);
 
-}  // namespace jax_dsa::mqa_decode
+// Returns whether the kernels take these parameters.
+inline bool is_valid(const MqaDecodeParams& p) {
+  if (p.groups <= 0 || p.heads % p.groups != 0 || !(p.scale > 0.f)) return false;
+  if (p.queries * p.batch * p.heads > INT32_MAX || p.keys > INT32_MAX - 64) return false;
+  if (p.v ? p.value_dim != p.dim : p.value_dim != kMlaValueDim) return false;
+  if (p.records && (p.v || p.dim != 576)) return false;
+  if (p.page_table == nullptr) return true;
+  return p.page_size > 0 && p.pages >= 0 && p.page_slots >= 0 &&
+         int64_t{p.pages} * p.page_size <= INT32_MAX &&
+         p.keys == int64_t{p.page_slots} * p.page_size &&
+         (p.batch_rows == 0 || p.batch_rows == int64_t{p.pages} * p.page_size);
+}
+
+}  // namespace mqa_decode
+
+namespace hopper {
+cudaError_t launch_mqa_decode(const MqaDecodeParams& params, const mqa_decode::Tuning& tuning,
+                              cudaStream_t stream);
+}
+namespace portable {
+cudaError_t launch_mqa_decode(const MqaDecodeParams& params, const mqa_decode::Tuning& tuning,
+                              const Device& device, cudaStream_t stream);
+}
+
+}  // namespace jax_dsa

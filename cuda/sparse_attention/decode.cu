@@ -1,4 +1,4 @@
-// Launcher of sparse attention over caches.
+// Launcher of sparse attention over caches, for Hopper.
 
 #include <bit>
 #include <climits>
@@ -71,28 +71,12 @@ cudaError_t launch(const Decode& p, cudaStream_t stream) {
   return cudaErrorInvalidValue;
 }
 
-bool valid(const SparseAttentionDecodeParams& p) {
-  if (p.groups <= 0 || p.heads % p.groups != 0 || p.slots < 0) return false;
-  if (p.block_size < 1 || !std::has_single_bit(static_cast<unsigned>(p.block_size))) return false;
-  if (int64_t{p.slots} * p.block_size > INT_MAX - 4 * kTile) return false;
-  if (p.batch * p.queries * p.heads > INT_MAX || p.keys > INT_MAX - p.block_size) return false;
-  if (p.splits < 0 || p.splits > kSparseDecodeMaxSplits) return false;
-  if (p.splits > 0 && !std::has_single_bit(static_cast<unsigned>(p.splits))) return false;
-  if (!p.fp8 && (p.k_scale || p.v_scale)) return false;
-  return p.page_table == nullptr ||
-         (p.page_size > 0 && p.pages >= 0 && int64_t{p.pages} * p.page_size <= INT_MAX);
-}
-
 }  // namespace
 }  // namespace sparse_attention
 
-cudaError_t launch_sparse_attention_decode(const SparseAttentionDecodeParams& params,
-                                           cudaStream_t stream) {
-  if (params.batch == 0 || params.queries == 0 || params.heads == 0) return cudaSuccess;
-  if (!sparse_attention::valid(params)) return cudaErrorInvalidValue;
-  sparse_attention::Decode p = {params};
-  p.per_group = p.heads / p.groups;
-  p.log_block_size = std::countr_zero(static_cast<unsigned>(p.block_size));
+cudaError_t hopper::launch_sparse_attention_decode(const SparseAttentionDecodeParams& params,
+                                                   cudaStream_t stream) {
+  const sparse_attention::Decode p(params);
   return p.fp8 ? sparse_attention::launch<true>(p, stream)
                : sparse_attention::launch<false>(p, stream);
 }

@@ -176,7 +176,7 @@ __global__ void __launch_bounds__(kDecodeThreads, kDecodeCtasPerSm)
   static_assert(registers_fit(kDecodeCtasPerSm, 1, kConsumer, kProducer));
   using Shared = DecodeShared<Tr, kFp8>;
   auto& shared = dynamic_shared<Shared>();
-  find_list_end(p, DecodeTile(p, Tr::kN), shared.notes);
+  find_list_end<kDecodeThreads>(p, DecodeTile(p, Tr::kN), shared.notes);
   if constexpr (kFp8) initialise(shared.codes);
   mla::initialise(shared);  // makes the end of the list visible, too
   // Shared memory must outlast the reads of other CTAs, so the cluster waits before and after them.

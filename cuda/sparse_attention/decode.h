@@ -6,6 +6,8 @@
 
 #include <cstdint>
 
+#include "common/device.h"
+
 namespace jax_dsa {
 
 // At most so many CTAs, a cluster, divide the keys of a query and KV head.
@@ -48,7 +50,32 @@ struct SparseAttentionDecodeParams {
                          // that is estimated to be the fastest, or fixed for `batch_invariant`
 };
 
+inline bool is_power_of_two(int n) { return n > 0 && (n & (n - 1)) == 0; }
+
+// Returns whether the kernels take these parameters.
+inline bool is_valid(const SparseAttentionDecodeParams& p) {
+  if (p.groups <= 0 || p.heads % p.groups != 0 || p.slots < 0) return false;
+  if (!is_power_of_two(p.block_size)) return false;
+  if (int64_t{p.slots} * p.block_size > INT32_MAX - 256) return false;
+  if (p.batch * p.queries * p.heads > INT32_MAX || p.keys > INT32_MAX - p.block_size) return false;
+  if (p.splits < 0 || p.splits > kSparseDecodeMaxSplits) return false;
+  if (p.splits > 0 && !is_power_of_two(p.splits)) return false;
+  if (!p.fp8 && (p.k_scale || p.v_scale)) return false;
+  return p.page_table == nullptr ||
+         (p.page_size > 0 && p.pages >= 0 && int64_t{p.pages} * p.page_size <= INT32_MAX);
+}
+
 cudaError_t launch_sparse_attention_decode(const SparseAttentionDecodeParams& params,
                                            cudaStream_t stream);
+
+namespace hopper {
+cudaError_t launch_sparse_attention_decode(const SparseAttentionDecodeParams& params,
+                                           cudaStream_t stream);
+}
+// The portable kernel does not divide lists.
+namespace portable {
+cudaError_t launch_sparse_attention_decode(const SparseAttentionDecodeParams& params,
+                                           const Device& device, cudaStream_t stream);
+}
 
 }  // namespace jax_dsa

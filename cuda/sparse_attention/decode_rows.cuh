@@ -25,6 +25,14 @@ struct Decode : SparseAttentionDecodeParams {
   int log_splits;      // a work tile has 2^log_splits CTAs
   int log_block_size;  // block_size = 2^log_block_size
 
+  explicit Decode(const SparseAttentionDecodeParams& params)
+      : SparseAttentionDecodeParams(params),
+        per_group(heads / groups),
+        row_tiles(0),
+        log_splits(0),
+        log_block_size(0) {
+    while (1 << log_block_size < block_size) ++log_block_size;
+  }
   __host__ __device__ int num_splits() const { return 1 << log_splits; }
 };
 
@@ -68,8 +76,7 @@ struct DecodeNotes {
   RowFactors factors[kStages > 0 ? kStages : 1];
 };
 
-// ---- shared memory
-// -------------------------------------------------------------------------------
+// ---- shared memory ------------------------------------------------------------------------------
 
 // The codes of half a tile. A thread's copies are chunk lane % 4 of each block of 64 values, for
 // its row in either half of the tile (mla::record_row).
@@ -116,19 +123,18 @@ struct alignas(1024) DecodeShared<Tr, true> : mla::FewShared<Tr, DecodeNotes<Tr:
   CodeStages<Tr::kD> codes;
 };
 
-// ---- lists
-// ---------------------------------------------------------------------------------------
+// ---- lists --------------------------------------------------------------------------------------
 
 // Finds the last slot whose block has a key that the query sees. All threads call this before a
 // barrier. `list_length` then returns the number of slots up to that one.
-template <typename Notes>
+template <int kThreads, typename Notes>
 __device__ __forceinline__ void find_list_end(const Decode& p, const DecodeTile& tile,
                                               Notes& notes) {
   const int32_t* const blocks = tile.blocks(p);
   const int num_blocks = tile.num_blocks(p, tile.end(p));
   int last = 0;
 #pragma unroll 4
-  for (int i = threadIdx.x; i < p.slots; i += kDecodeThreads) {
+  for (int i = threadIdx.x; i < p.slots; i += kThreads) {
     const int block = __ldg(blocks + i);
     if (block >= 0 && block < num_blocks) last = i + 1;
   }
@@ -139,7 +145,7 @@ template <typename Notes>
 __device__ __forceinline__ int list_length(const Notes& notes) {
   int length = 0;
 #pragma unroll
-  for (int i = 0; i < kDecodeThreads / 32; ++i) length = max(length, notes.list_ends[i]);
+  for (const int end : notes.list_ends) length = max(length, end);
   return length;
 }
 
@@ -158,8 +164,9 @@ struct TileRange {
   }
 };
 
-// Finds the cache rows of this lane's row of each key tile. Blocks are loaded two tiles ahead and
-// pages one tile ahead.
+// Finds the cache rows of this lane's row of each tile of kKeys keys. Blocks are loaded two tiles
+// ahead and pages one tile ahead.
+template <int kKeys>
 class RowFinder {
   const Decode& p_;
   const int32_t* blocks_;
@@ -187,7 +194,7 @@ class RowFinder {
         table_(p.page_table ? p.page_table + int64_t{tile.request(p)} * p.page_slots : nullptr),
         end_(tile.end(p)),
         num_blocks_(tile.num_blocks(p, end_)),
-        position_(position + kTile) {
+        position_(position + kKeys) {
     const int block = load_block(position);
     next_block_ = load_block(position_);
     set_key(block, position);
@@ -201,14 +208,13 @@ class RowFinder {
       row = page_ >= 0 && page_ < p_.pages ? page_ * p_.page_size + key_ % p_.page_size : -1;
     }
     set_key(next_block_, position_);
-    position_ += kTile;
+    position_ += kKeys;
     next_block_ = load_block(position_);
     return row;
   }
 };
 
-// ---- the producer
-// --------------------------------------------------------------------------------
+// ---- the producer -------------------------------------------------------------------------------
 
 // Copies the work tile's Q to blocks of kRows rows. Rows beyond the group's heads become zeros.
 template <int kD, int kRows>
@@ -240,7 +246,7 @@ __device__ __forceinline__ void produce_tiles(const Decode& p, const DecodeTile&
   const int64_t stride = int64_t{p.groups} * Tr::kD * 2;
   const int64_t offset = rows_before * stride + int64_t{tile.group} * Tr::kD * 2 + lane % 8 * 16;
   Gather gather(warp, lane / 8, lane % 8);
-  RowFinder rows(p, tile, position + Gather::row(warp, lane % 16 / 4, lane % 4));
+  RowFinder<kTile> rows(p, tile, position + Gather::row(warp, lane % 16 / 4, lane % 4));
   RingPlace<Tr::kRingBlocks> at;
   RingPlace<Tr::kValidStages> valid_at;
   for (int i = 0; i < tiles; ++i, valid_at.advance()) {
@@ -276,7 +282,7 @@ __device__ __forceinline__ void produce_fp8_tiles(const Decode& p, const DecodeT
   const mla::UnpackedRows unpacked(smem_address(shared.ring));
   // Lanes l and l + 1 of each four look up their row in halves 0 and 1 of the tile.
   const int tile_row = mla::record_row(warp, lane % 2, lane);
-  RowFinder rows(p, tile, position + tile_row);
+  RowFinder<kTile> rows(p, tile, position + tile_row);
   int row = -1;
 
   // Requests a half tile: the keys of a tile, or then its values.

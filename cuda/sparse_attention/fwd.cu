@@ -1,4 +1,4 @@
-// Launcher of the sparse attention forward kernel.
+// Launcher of the sparse attention forward kernel for Hopper.
 
 #include "sparse_attention/fwd.cuh"
 #include "sparse_attention/launch.h"
@@ -8,9 +8,6 @@ namespace jax_dsa {
 namespace {
 
 using namespace sparse_attention;
-
-// The tile counter occupies the first 16 bytes of the workspace; the unions follow.
-constexpr int64_t kTileCounterBytes = 16;
 
 template <typename Tr>
 cudaError_t launch(const FwdCall& p, const TileLists& lists, cudaStream_t stream) {
@@ -31,24 +28,12 @@ cudaError_t launch(const FwdCall& p, const TileLists& lists, cudaStream_t stream
 
 }  // namespace
 
-int64_t sparse_attention_fwd_workspace_bytes(const SparseAttentionFwdParams& p) {
-  const int queries = p.heads > 0 && sizes_fit(p) ? tile_queries(p, kTileRows) : 0;
-  return queries > 0 ? kTileCounterBytes + tile_lists_bytes(p, queries) : 0;
-}
-
-cudaError_t launch_sparse_attention_fwd(const SparseAttentionFwdParams& params,
-                                        cudaStream_t stream) {
-  FwdCall p = {params, 0};
-  if (p.batch == 0 || p.queries == 0 || p.heads == 0) return cudaSuccess;
-  if (!sizes_fit(p) || !(p.scale > 0.f)) return cudaErrorInvalidValue;
-  p.tile_queries = tile_queries(p, kTileRows);
-  if (p.tile_queries == 0) return cudaErrorInvalidValue;
-  const TileLists lists =
-      tile_lists(p, p.tile_queries, static_cast<char*>(p.workspace) + kTileCounterBytes);
-  DSA_RETURN_IF_CUDA_ERROR(make_unions(p, lists, stream));
-  return launch_dims(p, [&]<DType kType, int kD, int kE>() {
-    return launch<FwdTraits<kType, kD, kE>>(p, lists, stream);
-  });
+cudaError_t hopper::launch_sparse_attention_fwd(const SparseAttentionFwdParams& params,
+                                                cudaStream_t stream) {
+  return launch_fwd(params, stream,
+                    [&]<DType kType, int kD, int kE>(const FwdCall& p, const TileLists& lists) {
+                      return launch<FwdTraits<kType, kD, kE>>(p, lists, stream);
+                    });
 }
 
 }  // namespace jax_dsa

@@ -2,7 +2,8 @@
 #pragma once
 
 #include "masked_attention/launch.h"
-#include "sparse_attention/lists.cuh"
+#include "sparse_attention/bwd_inverse.cuh"
+#include "sparse_attention/rows.cuh"
 
 namespace jax_dsa::sparse_attention {
 
@@ -54,6 +55,47 @@ cudaError_t launch_dims(const Params& p, Launch launch) {
     default:
       return cudaErrorInvalidValue;
   }
+}
+
+// The forward pass: makes the unions of tiles of kTileRows rows, then calls
+// launch<dtype, D, E>(call, unions). The tile counter occupies the first 16 bytes of the workspace.
+inline constexpr int64_t kTileCounterBytes = 16;
+
+template <typename Launch>
+cudaError_t launch_fwd(const SparseAttentionFwdParams& params, cudaStream_t stream, Launch launch) {
+  TileCall<SparseAttentionFwdParams> p = {params, 0};
+  if (p.batch == 0 || p.queries == 0 || p.heads == 0) return cudaSuccess;
+  if (!sizes_fit(p) || !(p.scale > 0.f)) return cudaErrorInvalidValue;
+  p.tile_queries = tile_queries(p, kTileRows);
+  if (p.tile_queries == 0) return cudaErrorInvalidValue;
+  const TileLists lists =
+      tile_lists(p, p.tile_queries, static_cast<char*>(p.workspace) + kTileCounterBytes);
+  DSA_RETURN_IF_CUDA_ERROR(make_unions(ListCall(p), lists, stream));
+  return launch_dims(p, [&]<DType kType, int kD, int kE>() {
+    return launch.template operator()<kType, kD, kE>(p, lists);
+  });
+}
+
+// The backward pass: makes the unions and delta, then calls launch<dtype, D, E>(workspace).
+template <typename Launch>
+cudaError_t launch_bwd(const SparseAttentionBwdParams& p, cudaStream_t stream, Launch launch) {
+  if (!sizes_fit(p) || !(p.scale > 0.f) || p.batch * p.queries * p.heads > INT32_MAX) {
+    return cudaErrorInvalidValue;
+  }
+  if (p.heads == 0) {
+    DSA_RETURN_IF_CUDA_ERROR(clear(p.dk, p.batch * p.keys * p.groups * p.dim * 4, stream));
+    return clear(p.dv, p.batch * p.keys * p.groups * p.value_dim * 4, stream);
+  }
+  const int queries = tile_queries(p, kTileRows);
+  if (queries == 0) return cudaErrorInvalidValue;
+  const BwdWorkspace w(p, queries);
+  if (p.batch * p.queries > 0) {
+    DSA_RETURN_IF_CUDA_ERROR(make_unions(ListCall(p), w.unions, stream));
+    DSA_RETURN_IF_CUDA_ERROR(compute_delta(p, w.delta, stream));
+  }
+  return launch_dims(p, [&]<DType kType, int kD, int kE>() {
+    return launch.template operator()<kType, kD, kE>(w);
+  });
 }
 
 }  // namespace jax_dsa::sparse_attention

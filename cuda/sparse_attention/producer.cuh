@@ -1,52 +1,15 @@
 // The producer warpgroup of the kernels that walk over the union of the lists of a tile of queries.
-// A step is a tile of kKeys keys: a part of one block, or several blocks.
 #pragma once
 
 #include "common/tma.cuh"
 #include "masked_attention/fwd_producer.cuh"
-#include "sparse_attention/lists.cuh"
 #include "sparse_attention/rows.cuh"
+#include "sparse_attention/steps.cuh"
 
 namespace jax_dsa::sparse_attention {
 
 using masked_attention::kMaskWarps;
 using masked_attention::QueuedTile;
-
-// Returns the base-2 logarithm of a power of two.
-__device__ __forceinline__ int log2_of(int n) {
-  int log = 0;
-  while (1 << log < n) ++log;
-  return log;
-}
-
-// The steps of a work tile. Divisions by the block size, a power of two, are shifts.
-template <int kKeys>
-struct Steps {
-  const int32_t* rows;
-  const uint32_t* queries;
-  int entries = 0;
-  int block_shift;  // log2 of the block size
-  int box_shift;    // log2 of the number of keys that lie together in memory
-
-  __device__ explicit Steps(int block_size)
-      : block_shift(log2_of(block_size)), box_shift(log2_of(min(block_size, kKeys))) {}
-  __device__ void start(const TileLists& lists, int groups, const WorkTile& x) {
-    const int64_t index =
-        (int64_t{x.batch} * groups + x.head) * lists.tiles + x.query / lists.tile_queries;
-    rows = lists.rows + index * lists.capacity;
-    queries = lists.queries + index * lists.capacity * lists.words;
-    entries = __ldg(lists.counts + index);
-  }
-  __device__ int keys() const { return entries << block_shift; }  // of the union
-  __device__ int boxes() const { return kKeys >> box_shift; }     // of a step
-  // The entry of box i of the step that starts at key `key` of the union.
-  __device__ int entry(int key, int box) const { return (key + (box << box_shift)) >> block_shift; }
-  // Returns the row of k of a box, or `none` after the last entry.
-  __device__ int row(int key, int box, int none) const {
-    const int at = entry(key, box);
-    return at < entries ? __ldg(rows + at) + (key & ((1 << block_shift) - 1)) : none;
-  }
-};
 
 // Scheduler warp: fetches work tiles and pushes their steps to the queue. `QueuedTile::key` counts
 // the keys of the union.
@@ -180,13 +143,7 @@ __device__ void build_query_bits(const Params& p, const TileLists& lists,
           const uint32_t sees =
               exists ? __ldg(steps.queries + int64_t{entry} * lists.words + r) : 0;
           const int end = r == 0 ? first_end : end_of(32 * r + lane);
-          uint32_t bits = 0;
-#pragma unroll 1
-          for (int i = 0; i < word_boxes; ++i) {
-            const uint32_t by = __shfl_sync(~0u, sees, i);
-            const int keys = min(end - __shfl_sync(~0u, row, i), width);
-            if (by >> lane & 1) bits |= masked_attention::low_bits(keys) << i * width % 32;
-          }
+          const uint32_t bits = word_bits(sees, row, end, word_boxes, width);
           shared.bits[at][32 * r + lane][w] = bits;
           seen |= bits;
         }

@@ -6,6 +6,7 @@
 
 #include <cstdint>
 
+#include "common/device.h"
 #include "common/types.h"
 
 namespace jax_dsa {
@@ -95,5 +96,18 @@ cudaError_t launch_sparse_attention_fwd(const SparseAttentionFwdParams& params,
 int64_t sparse_attention_bwd_workspace_bytes(const SparseAttentionBwdParams& params);
 cudaError_t launch_sparse_attention_bwd(const SparseAttentionBwdParams& params,
                                         cudaStream_t stream);
+
+namespace hopper {
+cudaError_t launch_sparse_attention_fwd(const SparseAttentionFwdParams& params,
+                                        cudaStream_t stream);
+cudaError_t launch_sparse_attention_bwd(const SparseAttentionBwdParams& params,
+                                        cudaStream_t stream);
+}  // namespace hopper
+namespace portable {
+cudaError_t launch_sparse_attention_fwd(const SparseAttentionFwdParams& params,
+                                        const Device& device, cudaStream_t stream);
+cudaError_t launch_sparse_attention_bwd(const SparseAttentionBwdParams& params,
+                                        const Device& device, cudaStream_t stream);
+}  // namespace portable
 
 }  // namespace jax_dsa

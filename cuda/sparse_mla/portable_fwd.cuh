@@ -6,15 +6,8 @@
 // output of 32 heads by 512 columns is in the registers of a group of four warps, each of which has
 // 128 columns. With 64 heads, a CTA has two groups.
 //
-// Steps. For each key tile, a group multiplies the scores, computes their softmax, and multiplies
-// the probabilities by the values, which are the first 512 columns of the same tile. The second
-// group is half a tile behind the first: while one group is in its scores and its softmax, the
-// other one multiplies values. A step is half a tile. Each two steps, all warps meet at a barrier,
-// after which the slot of a tile that both groups have finished is filled again. If there is only
-// one group, another CTA on the SM fills its gaps.
-//
-// FP8 records. Each thread copies its parts of a tile's records to a buffer of its own. When they
-// have landed, it unpacks them to bf16 in a slot, and issues the copies of the next tile.
+// The loop over the tiles is that of mla/portable.cuh. The values are the first 512 columns of the
+// keys. FP8 records are unpacked as mla/portable_records.cuh says.
 //
 // Results of several splits are combined by combine.cu.
 //
@@ -22,33 +15,14 @@
 // probabilities 8 KiB.
 #pragma once
 
-#include "mla/portable.cuh"
-#include "mla/records.cuh"
+#include "mla/portable_records.cuh"
 #include "sparse_mla/selected_keys.cuh"
 
 namespace jax_dsa::sparse_mla {
 
-// The parts of records that each thread copies at a time: of each of its rows, 64 codes, 8 bf16
-// values and a scale.
-template <typename Tr>
-struct alignas(16) RecordParts {
-  static constexpr int kThreads = Tr::kThreads < Tr::kKeys * 8 ? Tr::kThreads : Tr::kKeys * 8;
-  static constexpr int kCopies = Tr::kKeys * 8 / kThreads;  // rows per thread
-  uint8_t codes[kCopies][4][kThreads][16];
-  uint8_t values[kCopies][kThreads][16];
-  float scales[kCopies][kThreads];
-};
-struct NoParts {};
-
 template <typename Tr, bool kRecords>
-struct alignas(128) PortableShared {
-  uint8_t q[Tr::kBlocks][Tr::kHeads * 128];  // then the outputs
-  uint8_t keys[Tr::kSlots][Tr::kBlocks][Tr::kKeys * 128];
-  uint8_t probabilities[Tr::kGroups][Tr::kRows * 128];
-  float scores[Tr::kGroups][Tr::kParts * Tr::kRows * Tr::kKeys];
-  float factor[Tr::kGroups][Tr::kRows];  // of a group's outputs
-  alignas(16) uint8_t valid[Tr::kSlots][Tr::kKeys];
-  [[no_unique_address]] std::conditional_t<kRecords, RecordParts<Tr>, NoParts> records;
+struct alignas(128) PortableShared : mla::PortableShared<Tr> {
+  [[no_unique_address]] mla::RecordPartsIf<Tr, kRecords> records;
 };
 
 template <int kHeads>
@@ -89,6 +63,8 @@ class KeyLoader {
   static constexpr int kCopies = ceil_div(Tr::kKeys, Tr::kThreads / 8);  // rows per thread
 
  public:
+  static constexpr bool kUnpacks = kRecords;
+
   template <int kHeads>
   __device__ KeyLoader(const Decode& p, PortableShared<Tr, kRecords>& shared,
                        const PortableWork<kHeads>& work)
@@ -117,7 +93,7 @@ class KeyLoader {
         const char* const from = kv + uint64_t{static_cast<uint32_t>(max(cache_row, 0))} *
                                           static_cast<uint32_t>(p.groups * kRowBytes);
         if constexpr (kRecords) {
-          copy_record(i, from, cache_row >= 0, keep);
+          shared.records.copy(i, from, cache_row >= 0, keep);
           is_valid[i] = cache_row >= 0;
         } else {
           const int slot = next % Tr::kSlots;
@@ -134,30 +110,15 @@ class KeyLoader {
   // Unpacks the last loaded records to their slot.
   __device__ __forceinline__ void unpack() {
     if constexpr (kRecords) {
-      const int slot = (next - 1) % Tr::kSlots, chunk = threadIdx.x % 8;
-      mla::for_each_row<Tr::kKeys, Tr::kThreads>([&](int i, int row) {
-        if (chunk == 0) shared.valid[slot][row] = is_valid[i];
-        const uint32_t to = smem_address(shared.keys[slot][chunk]) + row * 128;
-        const float scale = shared.records.scales[i][threadIdx.x];
-#pragma unroll
-        for (int half = 0; half < 2; ++half) {
-          uint32_t codes[8];
-#pragma unroll
-          for (int j = 0; j < 2; ++j) {
-            load_shared_16(smem_address(shared.records.codes[i][half * 2 + j][threadIdx.x]),
-                           reinterpret_cast<uint32_t (&)[4]>(codes[j * 4]));
-          }
-          mla::unpack_values(codes, scale, [&](int j, const uint32_t (&y)[4]) {
-            store_shared_16(to + ((half * 4 + j) ^ row % 8) * 16, y);
-          });
-        }
-        uint32_t values[4];
-        load_shared_16(smem_address(shared.records.values[i][threadIdx.x]), values);
-        store_shared_16(smem_address(shared.keys[slot][8]) + row * 128 + (chunk ^ row % 8) * 16,
-                        values);
+      const int slot = (next - 1) % Tr::kSlots;
+      shared.records.unpack(smem_address(shared.keys[slot]), [&](int i, int row) {
+        if (threadIdx.x % 8 == 0) shared.valid[slot][row] = is_valid[i];
       });
     }
   }
+  __device__ __forceinline__ void landed(int) const {}
+  __device__ __forceinline__ void adjust(int, float (&)[Tr::kLaneKeys]) const {}
+  __device__ __forceinline__ void weigh(int, float (&)[Tr::kLaneKeys]) const {}
 
  private:
   static constexpr int kRowBytes = kRecords ? kMlaRecordBytes : Tr::kD * 2;
@@ -165,22 +126,6 @@ class KeyLoader {
   __device__ int slot_index(int tile, int row) const {
     constexpr int kPerTile = kTile / Tr::kKeys;
     return selected.index(p, tile / kPerTile * kTile, tile % kPerTile * Tr::kKeys + row);
-  }
-  // A thread copies the 64 codes of a block. They have one scale.
-  __device__ __forceinline__ void copy_record(int i, const char* from, bool valid,
-                                              uint64_t policy) {
-    const int block = threadIdx.x % 8;
-    auto& to = shared.records;
-    const uint32_t codes = whole_sum(smem_address(to.codes[i][0][0]), threadIdx.x * 16);
-#pragma unroll
-    for (int j = 0; j < 4; ++j) {
-      cp_async_16(codes + j * static_cast<uint32_t>(sizeof(to.codes[0][0])),
-                  from + block * 64 + j * 16, valid, policy);
-    }
-    cp_async_16(whole_sum(smem_address(to.values[i][0]), threadIdx.x * 16), from + 528 + block * 16,
-                valid, policy);
-    cp_async_4(whole_sum(smem_address(to.scales[i]), threadIdx.x * 4), from + 512 + block / 2 * 4,
-               valid);
   }
 
   const Decode& p;
@@ -199,7 +144,7 @@ template <typename Tr, bool kRecords>
 __device__ __forceinline__ void write_portable_results(const Decode& p,
                                                        const PortableWork<Tr::kHeads>& work,
                                                        int group, const mla::PortableRow& row,
-                                                       float (&o)[Tr::kRows / 16][64],
+                                                       float (&o)[Tr::kRows / 16][Tr::kOutputs],
                                                        PortableShared<Tr, kRecords>& shared) {
   const int lane = thread_index() % 32, warp = uniform(thread_index() / 32 % 4);
   const int own = mla::lane_row<Tr>(), heads = work.heads - group * Tr::kRows;
@@ -256,8 +201,7 @@ __device__ __forceinline__ void write_portable_results(const Decode& p,
 template <typename Tr, bool kRecords>
 __global__ void __launch_bounds__(Tr::kThreads, Tr::kCtas)
     portable_fwd_kernel(const __grid_constant__ Decode p) {
-  constexpr int kAhead = Tr::kSlots - Tr::kGroups;  // tiles whose copies are in flight
-  static_assert(kAhead >= 1 && (!kRecords || Tr::kD == 576));
+  static_assert(!kRecords || Tr::kD == 576);
   auto& shared = dynamic_shared<PortableShared<Tr, kRecords>>();
   launch_dependents();
   const int group = mla::group_index();
@@ -269,61 +213,9 @@ __global__ void __launch_bounds__(Tr::kThreads, Tr::kCtas)
         smem_address(shared.q), static_cast<const __nv_bfloat16*>(p.q) + work.row(p) * Tr::kD,
         Tr::kD, Tr::kD, [&](int row) { return row < work.heads; });
   }
-  if constexpr (kRecords) {
-    loader.load();
-    cp_async_wait();
-    if (tiles > 0) loader.unpack();
-    loader.load();
-  } else {
-#pragma unroll 1
-    for (int i = 0; i < kAhead; ++i) loader.load();
-  }
-
   mla::PortableRow row;
-  float o[Tr::kRows / 16][64];
-  clear_fragments(o);
-  const uint32_t probabilities = smem_address(shared.probabilities[group]);
-#pragma unroll 1
-  for (int step = 0; step < 2 * tiles + Tr::kGroups - 1; ++step) {
-    if (step % 2 == 0) {
-      cp_async_wait_group<kRecords ? 0 : kAhead - 1>();
-      __syncthreads();
-      if constexpr (kRecords) {
-        if (step / 2 + 1 < tiles) loader.unpack();
-      }
-      loader.load();
-    }
-    const int own = step - group;
-    if (own < 0 || own >= 2 * tiles) continue;
-    const int slot = own / 2 % Tr::kSlots;
-    const uint32_t keys = smem_address(shared.keys[slot]);
-    if (own % 2 == 0) {
-      float* const scores = shared.scores[group];
-      mla::multiply_scores<Tr>(smem_address(shared.q), keys, group, scores);
-      mla::sync_group();
-      float s[Tr::kLaneKeys];
-      mla::load_scores<Tr>(scores, shared.valid[slot], s);
-      const float factor = row.softmax<Tr>(s, p.scale, mla::kLazyMargin);
-      mla::store_probabilities<Tr>(probabilities, s);
-      if (thread_index() % 32 < Tr::kWarpRows) shared.factor[group][mla::lane_row<Tr>()] = factor;
-      mla::sync_group();
-    } else {
-      const int lane_row = thread_index() % 32 / 4;
-#pragma unroll
-      for (int m = 0; m < Tr::kRows / 16; ++m) {
-        const float factor[2] = {shared.factor[group][m * 16 + lane_row],
-                                 shared.factor[group][m * 16 + lane_row + 8]};
-        if (__any_sync(~0u, (factor[0] != 1.f) | (factor[1] != 1.f))) {
-#pragma unroll
-          for (int i = 0; i < 64; ++i) o[m][i] *= factor[i / 2 % 2];
-        }
-      }
-      multiply_tiles<DType::kBF16, Tr::kKeys / 16>(
-          o, Operand<Side::kA, false, Tr::kRows>(probabilities, 0, 0),
-          Operand<Side::kB, true, Tr::kKeys>(keys, 0, uniform(thread_index() / 32 % 4) * 128));
-    }
-  }
-  mla::sync_group();
+  float o[Tr::kRows / 16][Tr::kOutputs];
+  mla::attend_tiles<Tr>(shared, loader, tiles, group, p.scale, mla::kLazyMargin, row, o);
   write_portable_results<Tr, kRecords>(p, work, group, row, o, shared);
 }
 

@@ -33,6 +33,7 @@ FWD = Pass(
         cuda.supports,
         limits=f"bfloat16, keys also as FP8 records; D {either(cuda.LATENT_DIMS)} with value_dim "
         f"{cuda.VALUE_DIM} and no v, D=E {either(cuda.DIMS)} with v",
+        portable=cuda.supports,
     ),
 )
 BWD = Pass("mqa_decode_bwd", xla.mqa_decode_bwd)

@@ -26,12 +26,24 @@ _LIMITS = (
 FWD = Pass(
     "sparse_attention_fwd",
     xla.sparse_attention_fwd,
-    kernel=Kernel(cuda.sparse_attention_fwd, cuda.supports, limits=_LIMITS, takes=cuda.TAKES),
+    kernel=Kernel(
+        cuda.sparse_attention_fwd,
+        cuda.supports,
+        limits=_LIMITS,
+        portable=cuda.supports,
+        takes=cuda.TAKES,
+    ),
 )
 BWD = Pass(
     "sparse_attention_bwd",
     xla.sparse_attention_bwd,
-    kernel=Kernel(cuda.sparse_attention_bwd, cuda.supports, limits=_LIMITS, takes=cuda.TAKES),
+    kernel=Kernel(
+        cuda.sparse_attention_bwd,
+        cuda.supports,
+        limits=_LIMITS,
+        portable=cuda.supports,
+        takes=cuda.TAKES,
+    ),
 )
 
 # The differentiable operator without checks of its arguments.

@@ -24,6 +24,7 @@ DECODE_FWD = Pass(
         cached_cuda.sparse_attention_decode_fwd,
         cached_cuda.supports,
         limits=f"bfloat16, caches also in float8_e4m3fn; D=E {either(cached_cuda.DECODE_DIMS)}",
+        portable=cached_cuda.supports,
     ),
 )
 DECODE_BWD = Pass("sparse_attention_decode_bwd", cached.sparse_attention_decode_bwd)

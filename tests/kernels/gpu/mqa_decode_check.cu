@@ -1,7 +1,7 @@
 // Tests the mqa_decode kernels against float64 results of the CPU, then times them.
 //   nvcc -std=c++20 -O3 -gencode arch=compute_90a,code=sm_90a -Icuda -Itests/kernels \
-//       -o mqa_decode_check tests/kernels/gpu/mqa_decode_check.cu cuda/mqa_decode/combine.cu \
-//       cuda/mqa_decode/fwd.cu
+//       -o mqa_decode_check tests/kernels/gpu/mqa_decode_check.cu cuda/mqa_decode/*.cu \
+//       cuda/mqa_decode/tiers.cc
 //   ./mqa_decode_check [test|small|bench|records|profile] [seed]
 // `small` is for compute-sanitizer. `records` runs those cases of `bench` that have FP8 records.
 #include <atomic>

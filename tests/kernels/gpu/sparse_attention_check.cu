@@ -1,7 +1,7 @@
 // Tests the sparse attention kernels against float64 on the CPU, then times them.
 //   nvcc -std=c++20 -O3 -gencode arch=compute_90a,code=sm_90a -Icuda -Itests/kernels \
 //       -o sparse_attention_check tests/kernels/gpu/sparse_attention_check.cu \
-//       cuda/sparse_attention/fwd.cu cuda/sparse_attention/bwd.cu
+//       cuda/sparse_attention/*.cu cuda/sparse_attention/tiers.cc
 //   ./sparse_attention_check [test|small|bench|profile] [substring of case names]
 // `small` is for compute-sanitizer.
 #include <algorithm>

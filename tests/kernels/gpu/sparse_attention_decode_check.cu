@@ -1,7 +1,7 @@
 // Tests the kernel of sparse attention over caches against float64 on the CPU, then times it.
 //   nvcc -std=c++20 -O3 -gencode arch=compute_90a,code=sm_90a -Icuda -Itests/kernels \
 //       -o sparse_attention_decode_check tests/kernels/gpu/sparse_attention_decode_check.cu \
-//       cuda/sparse_attention/decode.cu
+//       cuda/sparse_attention/*.cu cuda/sparse_attention/tiers.cc
 //   ./sparse_attention_decode_check [test|small|bench] [substring of case names]
 // `small` is for compute-sanitizer.
 #include <cstdio>
