@@ -71,7 +71,7 @@ KERNELS = {
     ],
     "masked_attention/portable_bwd.cuh": [
         "masked_attention::portable_bwd_kernel<jax_dsa::masked_attention::PortableBwdTraits<"
-        "jax_dsa::DType::kBF16, 128, 128, true, 128, 64, 2, 2>>"
+        "jax_dsa::DType::kBF16, 128, 128, true, true, 128, 64, 2, 2>>"
     ],
     "masked_attention/portable_fwd.cuh": [
         "masked_attention::portable_fwd_kernel<jax_dsa::masked_attention::PortableFwdTraits<"

@@ -70,18 +70,15 @@ bool dims_fit(const Params& p) {
          p.queries <= kMaxLength && p.keys <= kMaxLength && p.batch <= kMaxLength && map && bias;
 }
 
-// Whether scores are "general": they have a bias or a softcap, or their scale is not positive.
-template <typename Params>
-bool is_general(const Params& p) {
-  return p.bias.x || p.softcap > 0.f || !(p.scale > 0.f);
-}
-
-// Calls launch<dtype, general, bias>().
+// Calls launch<dtype, general, bias>(). Scores are "general" if they have a bias or a softcap, or
+// if their scale is not positive.
 template <typename Params, typename Launch>
 cudaError_t launch_kind(const Params& p, Launch launch) {
   const auto with_type = [&]<DType kType>() {
     if (p.bias.x) return launch.template operator()<kType, true, true>();
-    if (is_general(p)) return launch.template operator()<kType, true, false>();
+    if (p.softcap > 0.f || !(p.scale > 0.f)) {
+      return launch.template operator()<kType, true, false>();
+    }
     return launch.template operator()<kType, false, false>();
   };
   switch (p.dtype) {

@@ -28,34 +28,25 @@
 
 namespace jax_dsa::masked_attention {
 
-// How the threads share dQ of a step: warps own 32 queries by kSlice columns of each block.
-template <int kD, int kStep>
-struct PortableDq {
-  static constexpr int kWarps = kStep / 8, kThreads = kWarps * 32;
-  static constexpr int kSlice = 64 * (kStep / 32) / kWarps, kRegisters = kStep * kD / kThreads;
-  static_assert(kSlice % 16 == 0);
-};
-
-// kD, kE: see BwdTraits. kGeneral: whether scores may have a bias, a softcap or a scale that is not
-// positive. kKeys, kStep: keys of a work tile and queries of a step. kQStages, kDoutStages: buffers
-// of Q and dO.
-template <DType kType_, int kD_, int kE_, bool kGeneral_, int kKeys_, int kStep_, int kQStages_,
-          int kDoutStages_>
+// kD, kE, kGeneral, kBias: see BwdTraits. kKeys, kStep: keys of a work tile and queries of a step.
+// kQStages, kDoutStages: buffers of Q and dO.
+template <DType kType_, int kD_, int kE_, bool kGeneral_, bool kBias_, int kKeys_, int kStep_,
+          int kQStages_, int kDoutStages_>
 struct PortableBwdTraits {
   static constexpr DType kType = kType_;
   static constexpr int kD = kD_, kE = kE_;
-  static constexpr bool kGeneral = kGeneral_;
+  static constexpr bool kGeneral = kGeneral_, kBias = kBias_;
   static constexpr int kKeys = kKeys_, kStep = kStep_;
   static constexpr int kQStages = kQStages_, kDoutStages = kDoutStages_;
-  using Dq = PortableDq<kD, kStep>;
-  static constexpr int kWarps = Dq::kWarps, kThreads = Dq::kThreads;
+  static constexpr int kWarps = kStep / 8, kThreads = kWarps * 32;
   static constexpr int kDBlocks = kD / 64, kEBlocks = kE / 64, kKeyBlocks = ceil_div(kKeys, 64);
   // Warp tiles: kRowTiles * 16 queries by kScoreKeys keys of S and dP; 32 keys by kSlice columns of
-  // each block of dK and dV.
+  // each block of dK and dV; 32 queries by kDqSlice columns of each block of dQ.
   static constexpr int kRowTiles = kStep / 32, kScoreKeys = kKeys * 2 / kWarps;
-  static constexpr int kSlice = 64 * (kKeys / 32) / kWarps;
+  static constexpr int kSlice = 64 * (kKeys / 32) / kWarps, kDqSlice = 64 * (kStep / 32) / kWarps;
+  static constexpr int kDqRegisters = kStep * kD / kThreads;
   static_assert(kD % 64 == 0 && kE % 64 == 0 && kQueryTile % kStep == 0);
-  static_assert(kScoreKeys % 16 == 0 && kSlice % 16 == 0);
+  static_assert(kScoreKeys % 16 == 0 && kSlice % 16 == 0 && kDqSlice % 16 == 0);
 };
 
 // What a CTA knows of its work tile. It is in shared memory to save registers.
@@ -94,7 +85,6 @@ __global__ void __launch_bounds__(Tr::kThreads, 1)
                         const __grid_constant__ BwdTileScheduler scheduler,
                         const __grid_constant__ BwdWorkspace w,
                         const __grid_constant__ Bounds bounds) {
-  using Dq = typename Tr::Dq;
   constexpr DType kType = Tr::kType;
   constexpr int kStep = Tr::kStep, kKeys = Tr::kKeys, kM = Tr::kRowTiles;
   auto& shared = dynamic_shared<PortableBwdShared<Tr>>();
@@ -210,7 +200,7 @@ __global__ void __launch_bounds__(Tr::kThreads, 1)
   const auto own_key = [&] { return warp() % kKeyWarps * 32; };
   const auto own_column = [&] { return warp() / kKeyWarps * Tr::kSlice; };
   const auto dq_row = [&] { return warp() % kQueryWarps * 32; };
-  const auto dq_column = [&] { return warp() / kQueryWarps * Dq::kSlice; };
+  const auto dq_column = [&] { return warp() / kQueryWarps * Tr::kDqSlice; };
   const uint32_t p_tile = smem_address(shared.p), ds_tile = smem_address(shared.ds);
   constexpr int kScores = Tr::kScoreKeys / 2;
   const float scale_log2 = Tr::kGeneral ? kLog2E : p.scale * kLog2E;
@@ -235,7 +225,7 @@ __global__ void __launch_bounds__(Tr::kThreads, 1)
     __syncthreads();
     const uint32_t q_tile = smem_address(shared.q[stage % Tr::kQStages]);
     const uint32_t dout_tile = smem_address(shared.dout[stage % Tr::kDoutStages]);
-    if (Tr::kGeneral && p.bias.x) {
+    if constexpr (Tr::kBias) {
       const AttentionBias& b = p.bias;
       const int64_t width = bias_row(p.keys), stride = b.queries == 1 ? 0 : width;
       const int64_t head =
@@ -260,7 +250,7 @@ __global__ void __launch_bounds__(Tr::kThreads, 1)
     multiply_tiles<kType, Tr::kD / 16>(
         s, Operand<Side::kA, false, kStep>(q_tile, score_row(), 0),
         Operand<Side::kB, false, kKeys>(smem_address(shared.k), score_key(), 0));
-    if (Tr::kGeneral && p.bias.x) {
+    if constexpr (Tr::kBias) {
       cp_async_wait();
       __syncthreads();
 #pragma unroll
@@ -285,7 +275,7 @@ __global__ void __launch_bounds__(Tr::kThreads, 1)
 #pragma unroll
     for (int m = 0; m < kM; ++m) {
       if constexpr (Tr::kGeneral) {
-        cap_scores(s[m], p.bias.x ? 1.f : p.scale, p.softcap, cap_inverse);
+        cap_scores(s[m], Tr::kBias ? 1.f : p.scale, p.softcap, cap_inverse);
       }
 #pragma unroll
       for (int r = 0; r < 2; ++r) lse[m][r] = shared.lse[stage][row_of(m, r)];
@@ -368,18 +358,22 @@ __global__ void __launch_bounds__(Tr::kThreads, 1)
       store_fragment<kType, kStep, kScores>(ds_tile, score_row() + 16 * m, score_key(),
                                             [&](int i) { return s[m][i]; });
     }
-    if (Tr::kGeneral && w.dbias) {
-      add_bias_gradients(p, w.dbias, work.tile.batch, step.head, step.query + score_row(),
-                         work.tile.key + score_key(), s);
+    if constexpr (Tr::kBias) {
+      if (w.dbias)
+        add_bias_gradients(p, w.dbias, work.tile.batch, step.head, step.query + score_row(),
+                           work.tile.key + score_key(), s);
     }
     __syncthreads();
-    if (Tr::kGeneral && p.bias.x && w.dbias == nullptr) {
-      const int64_t width = bias_row(p.keys);
-      const int64_t row = (int64_t{work.tile.batch} * p.heads + step.head) * p.queries + step.query;
-      store_tile<kStep, kStep, Tr::kKeyBlocks, Tr::kThreads>(
-          ds_tile, static_cast<uint16_t*>(p.dbias) + row * width + work.tile.key, width,
-          static_cast<int>(min(p.queries - step.query, int64_t{kStep})),
-          static_cast<int>(min(width - work.tile.key, int64_t{kKeys})), threadIdx.x);
+    if constexpr (Tr::kBias) {
+      if (w.dbias == nullptr) {
+        const int64_t width = bias_row(p.keys);
+        const int64_t row =
+            (int64_t{work.tile.batch} * p.heads + step.head) * p.queries + step.query;
+        store_tile<kStep, kStep, Tr::kKeyBlocks, Tr::kThreads>(
+            ds_tile, static_cast<uint16_t*>(p.dbias) + row * width + work.tile.key, width,
+            static_cast<int>(min(p.queries - step.query, int64_t{kStep})),
+            static_cast<int>(min(width - work.tile.key, int64_t{kKeys})), threadIdx.x);
+      }
     }
     multiply_tiles<kType, kStep / 16>(
         dv, Operand<Side::kA, true, kStep, 32>(p_tile, 0, own_key()),
@@ -388,11 +382,11 @@ __global__ void __launch_bounds__(Tr::kThreads, 1)
       __syncthreads();
       load_dout(next, 0);
     }
-    float dq[2][Dq::kRegisters / 2];
+    float dq[2][Tr::kDqRegisters / 2];
     clear_fragments(dq);
     multiply_tiles<kType, kKeys / 16>(
         dq, Operand<Side::kA, false, kStep>(ds_tile, dq_row(), 0),
-        Operand<Side::kB, true, kKeys, Dq::kSlice>(smem_address(shared.k), 0, dq_column()));
+        Operand<Side::kB, true, kKeys, Tr::kDqSlice>(smem_address(shared.k), 0, dq_column()));
     const int64_t index = step_index(step);
     if (p.deterministic) {
       uint32_t* const counter = w.add_counts + index / (kStepQueries / kStep) * (kMaxDqSlices * 4) +
@@ -403,8 +397,8 @@ __global__ void __launch_bounds__(Tr::kThreads, 1)
     }
     float* const sums = w.dq + index * (kStep * Tr::kD) + thread_index();
 #pragma unroll
-    for (int i = 0; i < Dq::kRegisters; ++i) {
-      atomicAdd(sums + i * Tr::kThreads, dq[i * 2 / Dq::kRegisters][i % (Dq::kRegisters / 2)]);
+    for (int i = 0; i < Tr::kDqRegisters; ++i) {
+      atomicAdd(sums + i * Tr::kThreads, dq[i * 2 / Tr::kDqRegisters][i % (Tr::kDqRegisters / 2)]);
     }
     multiply_tiles<kType, kStep / 16>(
         dk, Operand<Side::kA, true, kStep, 32>(ds_tile, 0, own_key()),
@@ -438,30 +432,30 @@ __global__ void __launch_bounds__(Tr::kThreads, 1)
 }
 
 // Scales and rounds dQ; one CTA per step, with the threads of the main kernel.
-template <DType kType, int kD, int kStep>
-__global__ void __launch_bounds__(PortableDq<kD, kStep>::kThreads)
+template <typename Tr>
+__global__ void __launch_bounds__(Tr::kThreads)
     portable_dq_kernel(const __grid_constant__ MaskedAttentionBwdParams p, const float* sums,
                        int64_t steps) {
-  using Dq = PortableDq<kD, kStep>;
-  auto& tile = dynamic_shared<uint8_t[kD / 64][kStep * 128]>();
+  constexpr int kStep = Tr::kStep;
+  auto& tile = dynamic_shared<uint8_t[Tr::kDBlocks][kStep * 128]>();
   const int warp = threadIdx.x / 32;
   constexpr int kQueryWarps = kStep / 32;
-  const int row = warp % kQueryWarps * 32, column = warp / kQueryWarps * Dq::kSlice;
-  const float* const from = sums + blockIdx.x * int64_t{kStep * kD} + threadIdx.x;
-  float x[2][Dq::kRegisters / 2];
+  const int row = warp % kQueryWarps * 32, column = warp / kQueryWarps * Tr::kDqSlice;
+  const float* const from = sums + blockIdx.x * int64_t{kStep * Tr::kD} + threadIdx.x;
+  float x[2][Tr::kDqRegisters / 2];
 #pragma unroll
-  for (int i = 0; i < Dq::kRegisters; ++i) {
-    x[i * 2 / Dq::kRegisters][i % (Dq::kRegisters / 2)] = __ldcs(from + i * Dq::kThreads);
+  for (int i = 0; i < Tr::kDqRegisters; ++i) {
+    x[i * 2 / Tr::kDqRegisters][i % (Tr::kDqRegisters / 2)] = __ldcs(from + i * Tr::kThreads);
   }
 #pragma unroll
   for (int m = 0; m < 2; ++m) {
-    store_fragment<kType, kStep, Dq::kRegisters / 2, Dq::kSlice>(
+    store_fragment<Tr::kType, kStep, Tr::kDqRegisters / 2, Tr::kDqSlice>(
         smem_address(tile), row + 16 * m, column, [&](int i) { return x[m][i] * p.scale; });
   }
   __syncthreads();
   const int64_t index = blockIdx.x, pair = index / steps, query = (index - pair * steps) * kStep;
   const int64_t batch = pair / p.heads, head = pair - batch * p.heads;
-  store_tile<kStep, kStep, kD / 64, Dq::kThreads>(
+  store_tile<kStep, kStep, Tr::kDBlocks, Tr::kThreads>(
       smem_address(tile),
       static_cast<uint16_t*>(p.dq) + ((batch * p.queries + query) * p.heads + head) * p.dim,
       int64_t{p.heads} * p.dim,

@@ -9,20 +9,16 @@ namespace {
 using namespace masked_attention;
 
 // Launches tiles of kKeys keys if two CTAs with them fit in an SM, else tiles of kFewKeys keys.
-// General scores have few keys on every GPU, because each kernel takes long to compile.
 template <DType kType, bool kGeneral, int kD, int kE, int kRowTiles, int kKeys, int kFewKeys>
 cudaError_t launch_tiles(const MaskedAttentionFwdParams& p, const Device& device,
                          cudaStream_t stream) {
+  using Tr = PortableFwdTraits<kType, kD, kE, kGeneral, kRowTiles, kKeys, 2>;
   using Few = PortableFwdTraits<kType, kD, kE, kGeneral, kRowTiles, kFewKeys, 2>;
   static_assert(sizeof(PortableFwdShared<Few>) <= kMinSharedBytes);
-  if constexpr (!kGeneral) {
-    using Tr = PortableFwdTraits<kType, kD, kE, kGeneral, kRowTiles, kKeys, 2>;
-    const int64_t needed = 2 * (sizeof(PortableFwdShared<Tr>) + kReservedSharedBytes);
-    if (needed <= device.shared_bytes + kReservedSharedBytes) {
-      return launch_portable<Tr>(p, device, stream);
-    }
-  }
-  return launch_portable<Few>(p, device, stream);
+  const int64_t needed = 2 * (sizeof(PortableFwdShared<Tr>) + kReservedSharedBytes);
+  return needed <= device.shared_bytes + kReservedSharedBytes
+             ? launch_portable<Tr>(p, device, stream)
+             : launch_portable<Few>(p, device, stream);
 }
 
 // The tile sizes by head dim: dim, value dim, row tiles per warp, keys and few keys.
@@ -31,7 +27,8 @@ cudaError_t launch_dims(const MaskedAttentionFwdParams& p, const Device& device,
                         cudaStream_t stream) {
   const int dim = p.dim, value_dim = p.value_dim;
   if (dim <= 64 && value_dim <= 64) {
-    return launch_tiles<kType, kGeneral, 64, 64, 2, 128, kGeneral ? 32 : 64>(p, device, stream);
+    return launch_tiles<kType, kGeneral, 64, 64, 2, kGeneral ? 64 : 128, kGeneral ? 32 : 64>(
+        p, device, stream);
   }
   if constexpr (!kGeneral) {
     if (dim <= 96 && value_dim <= 96) {

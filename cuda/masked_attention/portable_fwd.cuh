@@ -27,9 +27,8 @@
 
 namespace jax_dsa::masked_attention {
 
-// kD, kE: see FwdTraits. kGeneral: whether scores may have a bias, a softcap or a scale that is not
-// positive. kRowTiles: number of tiles of 16 queries per warp. kKeys: keys of a tile. kSlots:
-// buffers of the ring. kCtas: CTAs per SM.
+// kD, kE: see FwdTraits. kGeneral: see launch_kind. kRowTiles: tiles of 16 queries per warp. kKeys:
+// keys of a tile. kSlots: buffers of the ring. kCtas: CTAs per SM.
 template <DType kType_, int kD_, int kE_, bool kGeneral_, int kRowTiles_, int kKeys_, int kSlots_,
           int kCtas_ = 2>
 struct PortableFwdTraits {

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import types
 import typing
 from typing import TYPE_CHECKING, Any
@@ -22,6 +23,11 @@ def atoms(hint: Any) -> Iterator[Any]:
 def dims_of(hint: Any) -> list[list[str]]:
     """Returns the axes of every array that an annotation allows."""
     return [a.__metadata__[0].split() for a in atoms(hint) if hasattr(a, "__metadata__")]
+
+
+def letters_of(hint: Any) -> set[str]:
+    """Returns the letters of all axes of an annotation, such as G and N of "1|G|N"."""
+    return {x for dims in dims_of(hint) for dim in dims for x in re.findall(r"[A-Za-z]+", dim)}
 
 
 def kinds_of(hint: Any) -> set[str]:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import inspect
-import re
 import typing
 from typing import TYPE_CHECKING, Any
 
@@ -12,7 +11,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from fuzz.annotations import dims_of, kinds_of
+from fuzz.annotations import dims_of, kinds_of, letters_of
 from fuzz.draw import Call, Draw
 
 if TYPE_CHECKING:
@@ -115,10 +114,6 @@ _WRONG_TYPES: tuple[Callable[[np.ndarray], Any], ...] = (
 )
 
 
-def _letters(dims: list[str]) -> set[str]:
-    return {letter for dim in dims for letter in re.findall(r"[A-Za-z]+", dim)}
-
-
 def _wrong_array(
     call: Call, hints: dict[str, Any], name: str, x: np.ndarray, r: Draw
 ) -> tuple[Any, set[str]]:
@@ -142,9 +137,8 @@ def _wrong_array(
     if shared and r.chance(0.5):
         axis = r.one(*shared)
         letter = own[0][axis]
-        # Another argument may have this axis among others, as in "1|G|N", and be checked first.
-        users = {n for n, hint in hints.items() for d in dims_of(hint) if letter in _letters(d)}
-        return np.repeat(x, 2, axis), users
+        arrays = {n for n, value in call.kwargs.items() if isinstance(value, np.ndarray)}
+        return np.repeat(x, 2, axis), {n for n in arrays if letter in letters_of(hints.get(n))}
     if not any("..." in dims for dims in dims_of(hints[name])) and r.chance(0.3):
         scalar = "position" not in kinds_of(hints[name]) and r.chance()
         scalar &= not _may_be_scalar(hints[name])

@@ -153,7 +153,7 @@ def gated_pool_bwd(options: Options, x: Operands, dy: Results) -> Gradients:
         _contributions, options.ratio, None if blocks is None else blocks.last
     )
     scatter = jax.vjp(gather, x.values.astype(values.dtype))[1]
-    # jnp.where of arrays without elements returns a constant, which varies over no mesh axis.
+    # For arrays without elements, jnp.where returns a constant, which varies over no mesh axis.
     dgates = compat.match_vary(dgates, x.values)
     dbias = jax.vjp(_bias, x.bias.astype(values.dtype))[1]
     return Gradients(

@@ -58,9 +58,7 @@ def compressed_schedule(case: Any, c: Draw, r: Draw) -> None:
             assert indices is None or (indices[b, added[b] :] == -1).all()
         # A request that is not valid stays so until its length is 0.
         longest = np.where(is_valid, longest, INT_MAX)
-        # The cache has NaN from `after` on, so that results from there on cannot be compared.
-        too_far = min(int(longest[0]) - most - 1, int(after[0]))
-        wrong = r.one(-1, too_far, int(longest[0]) + 1)
+        wrong = r.one(-1, *(longest[:1] - most - 1).tolist(), *(longest[:1] + 1).tolist())
         onwards = np.maximum(lengths + added, 1)  # what a caller who does not notice goes on from
         onwards[(onwards > capacity - tokens) | r.chance(0.3)] = 0
         lengths = np.where(is_valid, after, onwards)
@@ -118,15 +116,16 @@ def pooled_schedule(case: Any, c: Draw, r: Draw) -> None:
             here = slice(lengths[b], max(lengths[b], after[b]))
             assert_matches(y[b, : here.stop - here.start], want[b, here], 1e-3, f"request {b}")
             assert not y[b, added[b] :].any() and (indices[b, added[b] :] == -1).all()
-        # The cache has NaN from `after` on, so that results from there on cannot be compared.
-        too_far = min(int(longest[0]) - most - 1, int(after[0]))
-        wrong = r.one(-1, too_far, int(longest[0]) + 1)
+        wrong = r.one(-1, *(longest[:1] - most - 1).tolist(), *(longest[:1] + 1).tolist())
+        # The cache has NaN in the rows from `after` to `longest`. After a length between the two,
+        # results cannot be compared.
+        comparable = wrong <= after[0] or wrong > longest[0]
         longest = np.where(after < longest - most, after, longest)
         onwards = np.maximum(lengths + added, 1)  # what a caller who does not notice goes on from
         onwards[(onwards > capacity - tokens) | r.chance(0.3)] = 0
         lengths, was_valid = np.where(is_valid, after, onwards), is_valid
         must_be_valid = is_valid | (lengths == 0)
-        if r.chance(0.2) and -1 <= wrong < capacity - tokens and wrong % size:
+        if r.chance(0.2) and comparable and -1 <= wrong < capacity - tokens and wrong % size:
             lengths[0], must_be_valid[0] = wrong, False
         cache = cache.with_lengths(lengths.astype(np.int32))
 
