@@ -137,9 +137,14 @@ __device__ __forceinline__ uint32_t multiply_bf16(uint32_t a, uint32_t b) {
 
 // Returns 0xffff in place of each of two bf16 values that is > 0, else 0.
 __device__ __forceinline__ uint32_t positive_bf16(uint32_t packed) {
+#if __CUDA_ARCH__ >= 900
   uint32_t mask;
   asm("set.gt.u32.bf16x2 %0, %1, %2;" : "=r"(mask) : "r"(packed), "r"(0));
   return mask;
+#else
+  const float2 x = unpack_bf16(packed);
+  return (x.x > 0.f ? 0xffffu : 0) | (x.y > 0.f ? 0xffff0000u : 0);
+#endif
 }
 
 // Returns the top bits of bytes 2 * kHalf (in the lower half) and 2 * kHalf + 1 of x, each repeated

@@ -5,6 +5,8 @@
 
 #include <cstdint>
 
+#include "common/device.h"
+
 namespace jax_dsa {
 
 enum class IndexerDType { kBF16, kE4M3 };
@@ -151,6 +153,21 @@ struct IndexerBwdParams {
   bool relu;
 };
 
+// Returns whether the backward kernels of either tier can run this call.
+inline bool is_valid(const IndexerBwdParams& p) {
+  return p.keys <= INT32_MAX - 4096 && p.heads >= 1 && p.heads <= kIndexerMaxHeads &&
+         p.slots >= 0 && p.slots <= kIndexerBwdMaxSlots &&
+         (p.k_scale == nullptr) == (p.dk_scale == nullptr) &&
+         (p.channels == 32 || p.channels == 64 || p.channels == 128);
+}
+
 cudaError_t launch_indexer_bwd(const IndexerBwdParams& params, cudaStream_t stream);
+
+namespace hopper {
+cudaError_t launch_indexer_bwd(const IndexerBwdParams& params, cudaStream_t stream);
+}  // namespace hopper
+namespace portable {
+cudaError_t launch_indexer_bwd(const IndexerBwdParams& params, cudaStream_t stream);
+}  // namespace portable
 
 }  // namespace jax_dsa

@@ -60,6 +60,7 @@ TOPK_BWD = Pass(
         cuda.indexer_topk_bwd,
         cuda.topk_bwd_supports,
         limits=f"bfloat16; {_LIMITS}; K <= {cuda.MAX_SLOTS}",
+        portable=cuda.topk_bwd_supports,
     ),
 )
 SELECTED_FWD = Pass(

@@ -50,6 +50,7 @@ BLOCK_BWD = Pass(
         cuda.indexer_block_topk_bwd,
         cuda.block_topk_bwd_supports,
         limits=f"bfloat16; {_LIMITS}; K <= {cuda.MAX_SLOTS}",
+        portable=cuda.block_topk_bwd_supports,
     ),
 )
 
