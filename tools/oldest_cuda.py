@@ -49,6 +49,7 @@ KERNELS = {
     ],
     "indexer/bwd_keys.cuh": ["indexer_bwd::keys_kernel<128, 4096>"],
     "indexer/bwd_queries.cuh": ["indexer_bwd::queries_kernel<128>"],
+    "indexer/bwd_scale.cuh": ["indexer_bwd::scale_kernel"],
     "indexer/candidates.cuh": [
         "indexer::candidate_kernel<"
         "jax_dsa::indexer::DecodeTraits<jax_dsa::IndexerDType::kBF16, 128, 64, 1>>"
@@ -85,6 +86,10 @@ KERNELS = {
     "mqa_decode/wide.cuh": ["mqa_decode::wide_kernel<576, true>"],
     "losses/index_grads.cuh": [
         "index_grads::index_grads_kernel<128, jax_dsa::index_grads::Gradient::kKeys>"
+    ],
+    "losses/index_sums.cuh": [
+        "index_grads::clear_queries_kernel",
+        "index_grads::sum_segments_kernel",
     ],
     "losses/kl_rows.cuh": [
         "losses::kl_rows_kernel<jax_dsa::losses::Mask::kLogits, 128, 16, 4, true>",
@@ -140,7 +145,21 @@ PORTABLE = {
     "gated_pool/pool.cuh": KERNELS["gated_pool/pool.cuh"],
     "masked_attention/portable_bwd.cuh": KERNELS["masked_attention/portable_bwd.cuh"],
     "masked_attention/portable_fwd.cuh": KERNELS["masked_attention/portable_fwd.cuh"],
+    "indexer/bwd_scale.cuh": KERNELS["indexer/bwd_scale.cuh"],
+    "indexer/portable_bwd.cuh": ["indexer_bwd::portable_bwd_kernel<128>"],
+    "losses/index_sums.cuh": KERNELS["losses/index_sums.cuh"],
     "losses/kl_rows.cuh": KERNELS["losses/kl_rows.cuh"],
+    "losses/portable_index_grads.cuh": [
+        f"index_grads::portable_index_grads_kernel<128, jax_dsa::index_grads::Gradient::{of}>"
+        for of in ("kQueries", "kKeys")
+    ],
+    "losses/portable_teacher.cuh": [
+        "teacher::portable_teacher_kernel<jax_dsa::teacher::PortableTraits<576, 2>>"
+    ],
+    "losses/portable_teacher_heads.cuh": [
+        f"teacher_heads::portable_teacher_heads_kernel<jax_dsa::teacher_heads::Pass::{of}>"
+        for of in ("kLogSumExp", "kSums")
+    ],
     "sparse_mla/combine.cuh": KERNELS["sparse_mla/combine.cuh"],
     "sparse_mla/portable_bwd.cuh": [
         "sparse_mla::portable_bwd_kernel<jax_dsa::sparse_mla::PortableBwdTraits<576, 32, 1, true>>"

@@ -13,9 +13,17 @@ cudaError_t launch_channels<IndexerDType::kE4M3>(const IndexerFwdParams&, bool, 
 #include "indexer/fwd_bf16.cu"
 #include "losses/dense_loss.cu"
 #include "losses/index_grads.cu"
+#include "losses/index_products.cu"
 #include "losses/kl_rows.cu"
 #include "losses/teacher.cu"
 #include "problems/dense_loss_problem.h"
+
+cudaError_t jax_dsa::launch_teacher(const TeacherParams& p, cudaStream_t stream) {
+  return hopper::launch_teacher(p, stream);
+}
+cudaError_t jax_dsa::launch_index_products(const IndexGradsParams& p, cudaStream_t stream) {
+  return hopper::launch_index_products(p, stream);
+}
 
 using namespace dense_loss_problem;
 
