@@ -173,6 +173,7 @@ template <int kC, Gradient kGradient>
 __device__ void multiply(const IndexGradsParams& p, Shared<kC>& shared, int warpgroup) {
   const int lane = threadIdx.x % 32, warp = threadIdx.x / 32 % 4, column = lane % 4 * 2;
   const int own_row = warp * 16 + lane / 4;  // and own_row + 8
+  const Relu relu(p.relu);
   const uint32_t tiles_at = smem_address(shared.tiles);
   const uint64_t by_channel = uniform(k_major_descriptor(tiles_at));
   const uint64_t by_row = uniform(mn_major_descriptor(tiles_at, kBlockBytes));
@@ -212,7 +213,7 @@ __device__ void multiply(const IndexGradsParams& p, Shared<kC>& shared, int warp
         row_factor[r] = shared.row_factors[ring.index][warpgroup][own_row + 8 * r];
       }
     }
-    index_grads::make_h<kGradient>(x, columns, row_factor, p.relu, dw, h);
+    index_grads::make_h<kGradient>(x, columns, row_factor, relu, dw, h);
   };
   const auto start_product = [&](bool accumulate) {
     const uint64_t tile = moved(by_row, uniform(ring.index) * kStageBytes);

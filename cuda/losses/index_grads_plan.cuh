@@ -101,24 +101,31 @@ __device__ __forceinline__ Factors factors(const IndexGradsParams& p,
           sees ? __ldg(p.grad + token * p.keys + work_tile.key + i) : 0.f};
 }
 
+// How scores are masked: all below `floor` count as this, and the bits of `keep` are always set.
+struct Relu {
+  float floor;
+  uint32_t keep;
+
+  __device__ explicit Relu(bool relu) : floor(relu ? 0.f : -INFINITY), keep(relu ? 0 : ~0u) {}
+};
+
 // Computes h from scores of 16 rows and kScores * 2 columns, and adds to dw. The thread's scores
 // have the layout of accumulators, and h has that of a left operand. `columns` are the factors of
 // the thread's first column and those after it.
 template <Gradient kGradient, int kScores>
 __device__ __forceinline__ void make_h(const float (&x)[kScores], const float* columns,
-                                       const float (&row_factor)[2], bool relu, float (&dw)[2],
+                                       const float (&row_factor)[2], Relu relu, float (&dw)[2],
                                        uint32_t (&h)[kScores / 8][4]) {
-  const uint32_t no_relu = relu ? 0 : ~0u;  // without relu, all bits of the mask are set
-  const float floor = relu ? 0.f : -INFINITY;
 #pragma unroll
   for (int i = 0; i < kScores / 4; ++i) {
     const float2 f = *reinterpret_cast<const float2*>(columns + 8 * i);
     const uint32_t rounded = pack_bf16(f.x, f.y);
 #pragma unroll
     for (int r = 0; r < 2; ++r) {
-      const float a = fmaxf(x[4 * i + 2 * r], floor), b = fmaxf(x[4 * i + 2 * r + 1], floor);
+      const float a = fmaxf(x[4 * i + 2 * r], relu.floor);
+      const float b = fmaxf(x[4 * i + 2 * r + 1], relu.floor);
       if (kGradient == Gradient::kQueries) dw[r] = fmaf(f.y, b, fmaf(f.x, a, dw[r]));
-      const uint32_t relu_mask = positive_bf16(pack_bf16(a, b)) | no_relu;
+      const uint32_t relu_mask = positive_bf16(pack_bf16(a, b)) | relu.keep;
       const uint32_t product = kGradient == Gradient::kQueries
                                    ? rounded
                                    : pack_bf16(f.x * row_factor[r], f.y * row_factor[r]);

@@ -123,7 +123,7 @@ __global__ void __launch_bounds__(kPortableThreads, 2)
         }
         make_h<kGradient>(x[m],
                           shared.column_factors[tile % 2][kQueries ? half() : 0] + first + column(),
-                          row_factor, p.relu, dw[m], h[m]);
+                          row_factor, Relu(p.relu), dw[m], h[m]);
       }
       multiply_tiles<DType::kBF16, kColumns / 16>(
           out, RegisterOperand<2, kColumns / 16>{h},

@@ -27,6 +27,7 @@ __host__ __device__ inline int64_t work_tile_count(const TeacherParams& p, Pass 
 // second kernel one tile.
 template <Pass kPass, int kKeys>
 struct WorkTiles {
+  static_assert(kKeys % kTile == 0);
   int batch, query, head;  // first query; head in the first kernel, 0 in the second
   Tiles tiles;
 
@@ -38,19 +39,18 @@ struct WorkTiles {
       const int head_or_tile = index % heads_or_tiles, query_tile = index / heads_or_tiles;
       batch = query_tile / per_batch;
       query = (per_batch - 1 - query_tile % per_batch) * kQueries;  // The last queries come first.
-      int low = INT_MAX, high = 0;
+      int first = INT_MAX, last = 0;
       for (int i = 0; i < kQueries / 32; ++i) {
         const Tiles some = tiles_seen(p, batch, query + i * 32, 32);
         if (some.first == some.last) continue;
-        low = min(low, some.low);
-        high = max(high, some.high);
+        first = min(first, some.first / (kKeys / kTile));
+        last = max(last, ceil_div(some.last, kKeys / kTile));
       }
-      int first = low / kKeys, last = ceil_div(high, kKeys);
       if (kPass == Pass::kSums)
         first = max(first, head_or_tile), last = min(last, head_or_tile + 1);
       if (first >= last) continue;
       head = kPass == Pass::kSums ? 0 : head_or_tile;
-      tiles = {first, last, low, high};
+      tiles = {first, last, 0, 0};
       index += gridDim.x;
       return true;
     }
