@@ -50,6 +50,7 @@ KERNELS = {
     "indexer/bwd_keys.cuh": ["indexer_bwd::keys_kernel<128, 4096>"],
     "indexer/bwd_queries.cuh": ["indexer_bwd::queries_kernel<128>"],
     "indexer/bwd_scale.cuh": ["indexer_bwd::scale_kernel"],
+    "indexer/candidate_lists.cuh": ["indexer::list_kernel", "indexer::key_kernel"],
     "indexer/candidates.cuh": [
         "indexer::candidate_kernel<"
         "jax_dsa::indexer::DecodeTraits<jax_dsa::IndexerDType::kBF16, 128, 64, 1>>"
@@ -146,6 +147,21 @@ PORTABLE = {
     "masked_attention/portable_bwd.cuh": KERNELS["masked_attention/portable_bwd.cuh"],
     "masked_attention/portable_fwd.cuh": KERNELS["masked_attention/portable_fwd.cuh"],
     "indexer/bwd_scale.cuh": KERNELS["indexer/bwd_scale.cuh"],
+    "indexer/block_select.cuh": KERNELS["indexer/block_select.cuh"],
+    "indexer/candidate_lists.cuh": KERNELS["indexer/candidate_lists.cuh"],
+    "indexer/portable_blocks.cuh": [
+        "indexer::portable_block_kernel<jax_dsa::indexer::PortableBlockTraits<"
+        "jax_dsa::indexer::ProductTraits<jax_dsa::IndexerDType::kBF16, 128>>>"
+    ],
+    "indexer/portable_candidates.cuh": [
+        "indexer::portable_candidate_kernel<"
+        "jax_dsa::indexer::ProductTraits<jax_dsa::IndexerDType::kE4M3, 64>>"
+    ],
+    "indexer/portable_fwd.cuh": [
+        "indexer::portable_fwd_kernel<"
+        f"jax_dsa::indexer::ProductTraits<jax_dsa::IndexerDType::{of}, 128>>"
+        for of in ("kBF16", "kE4M3")
+    ],
     "indexer/portable_bwd.cuh": ["indexer_bwd::portable_bwd_kernel<128>"],
     "losses/index_sums.cuh": KERNELS["losses/index_sums.cuh"],
     "losses/kl_rows.cuh": KERNELS["losses/kl_rows.cuh"],

@@ -45,6 +45,16 @@ struct IndexerFwdParams {
   int page_size;  // a multiple of kIndexerPageMultiple
 };
 
+// Returns whether the forward kernels can run this call, if its sizes are not 0.
+inline bool is_valid(const IndexerFwdParams& p) {
+  // The end of the last key tile must be below 2^31, too.
+  return p.keys <= INT32_MAX - 4096 && p.heads >= 1 && p.heads <= kIndexerMaxHeads &&
+         (p.page_table == nullptr ||
+          (p.page_size > 0 && p.page_size % kIndexerPageMultiple == 0 && p.pages > 0 &&
+           int64_t{p.pages} * p.page_size <= INT32_MAX - 4096 &&
+           p.keys == p.pages_per_request * p.page_size));
+}
+
 cudaError_t launch_indexer_fwd(const IndexerFwdParams& params, cudaStream_t stream);
 
 // Top-k of the logits. The workspace holds the logits of several batch entries, or of some queries
@@ -164,9 +174,12 @@ inline bool is_valid(const IndexerBwdParams& p) {
 cudaError_t launch_indexer_bwd(const IndexerBwdParams& params, cudaStream_t stream);
 
 namespace hopper {
+cudaError_t launch_indexer_fwd(const IndexerFwdParams& params, cudaStream_t stream);
 cudaError_t launch_indexer_bwd(const IndexerBwdParams& params, cudaStream_t stream);
 }  // namespace hopper
 namespace portable {
+cudaError_t launch_indexer_fwd(const IndexerFwdParams& params, const Device& device,
+                               cudaStream_t stream);
 cudaError_t launch_indexer_bwd(const IndexerBwdParams& params, cudaStream_t stream);
 }  // namespace portable
 

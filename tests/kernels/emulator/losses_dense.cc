@@ -18,6 +18,9 @@ cudaError_t launch_channels<IndexerDType::kE4M3>(const IndexerFwdParams&, bool, 
 #include "losses/teacher.cu"
 #include "problems/dense_loss_problem.h"
 
+cudaError_t jax_dsa::launch_indexer_fwd(const IndexerFwdParams& p, cudaStream_t stream) {
+  return hopper::launch_indexer_fwd(p, stream);
+}
 cudaError_t jax_dsa::launch_teacher(const TeacherParams& p, cudaStream_t stream) {
   return hopper::launch_teacher(p, stream);
 }
