@@ -28,7 +28,7 @@ cudaError_t launch_portable_fwd(const IndexerFwdParams& p, const Device& device,
   const int64_t ctas = p.batch * plan.key_tiles * plan.query_ranges;
   if (ctas > INT32_MAX) return cudaErrorInvalidValue;
   const auto kernel = portable_fwd_kernel<Tr>;
-  DSA_RETURN_IF_CUDA_ERROR(prefer_shared_memory(kernel, kMinSharedBytes / 1024));
+  DSA_RETURN_IF_CUDA_ERROR(prefer_shared_memory(kernel, kMaxSharedBytes / 1024));
   return launch_blocks(kernel, ctas, kPortableThreads, sizeof(PortableFwdShared<Tr>), stream, p,
                        plan);
 }
@@ -45,7 +45,7 @@ cudaError_t launch_portable_candidates(const IndexerFwdParams& p, const Candidat
   const int64_t ctas = x.rows * ceil_div(x.size, int64_t{segment_tiles} * kHeldRows);
   if (ctas > INT32_MAX) return cudaErrorInvalidValue;
   const auto kernel = portable_candidate_kernel<Tr>;
-  DSA_RETURN_IF_CUDA_ERROR(prefer_shared_memory(kernel, kMinSharedBytes / 1024));
+  DSA_RETURN_IF_CUDA_ERROR(prefer_shared_memory(kernel, kMaxSharedBytes / 1024));
   return launch_blocks(kernel, ctas, kPortableThreads, sizeof(PortableCandidateShared<Tr>), stream,
                        p, x, segment_tiles);
 }
@@ -60,7 +60,7 @@ cudaError_t launch_portable_blocks(const BlockMaxParams& params, const Device& d
       params.in.batch * ceil_div(params.in.queries * params.in.heads, int64_t{kCtaRows});
   const int64_t units = work_tiles * ceil_div(params.in.keys, int64_t{params.unit_keys});
   const auto kernel = portable_block_kernel<PortableBlockTraits<Tr>>;
-  DSA_RETURN_IF_CUDA_ERROR(prefer_shared_memory(kernel, kMinSharedBytes / 1024));
+  DSA_RETURN_IF_CUDA_ERROR(prefer_shared_memory(kernel, kMaxSharedBytes / 1024));
   return launch_persistent<Shared, 2>(kernel, units, kPortableThreads, stream, params);
 }
 
@@ -78,24 +78,36 @@ cudaError_t with_channels(int channels, const Launch& launch) {
   return cudaErrorInvalidValue;
 }
 
-// The launchers of one dtype.
+// The launchers of one dtype. They are not inline, so that only one translation unit has the
+// kernels.
 template <IndexerDType kDType>
 struct Portable {
-  static cudaError_t fwd(const IndexerFwdParams& p, const Device& device, cudaStream_t stream) {
-    return with_channels<kDType>(
-        p.channels, [&]<typename Tr>() { return launch_portable_fwd<Tr>(p, device, stream); });
-  }
+  static cudaError_t fwd(const IndexerFwdParams& p, const Device& device, cudaStream_t stream);
   static cudaError_t candidates(const IndexerFwdParams& p, const CandidateRows& x,
-                                const Device& device, cudaStream_t stream) {
-    return with_channels<kDType>(p.channels, [&]<typename Tr>() {
-      return launch_portable_candidates<Tr>(p, x, device, stream);
-    });
-  }
-  static cudaError_t blocks(const BlockMaxParams& p, const Device& device, cudaStream_t stream) {
-    return with_channels<kDType>(p.in.channels, [&]<typename Tr>() {
-      return launch_portable_blocks<Tr>(p, device, stream);
-    });
-  }
+                                const Device& device, cudaStream_t stream);
+  static cudaError_t blocks(const BlockMaxParams& p, const Device& device, cudaStream_t stream);
 };
+
+template <IndexerDType kDType>
+cudaError_t Portable<kDType>::fwd(const IndexerFwdParams& p, const Device& device,
+                                  cudaStream_t stream) {
+  return with_channels<kDType>(
+      p.channels, [&]<typename Tr>() { return launch_portable_fwd<Tr>(p, device, stream); });
+}
+
+template <IndexerDType kDType>
+cudaError_t Portable<kDType>::candidates(const IndexerFwdParams& p, const CandidateRows& x,
+                                         const Device& device, cudaStream_t stream) {
+  return with_channels<kDType>(p.channels, [&]<typename Tr>() {
+    return launch_portable_candidates<Tr>(p, x, device, stream);
+  });
+}
+
+template <IndexerDType kDType>
+cudaError_t Portable<kDType>::blocks(const BlockMaxParams& p, const Device& device,
+                                     cudaStream_t stream) {
+  return with_channels<kDType>(
+      p.in.channels, [&]<typename Tr>() { return launch_portable_blocks<Tr>(p, device, stream); });
+}
 
 }  // namespace jax_dsa::indexer

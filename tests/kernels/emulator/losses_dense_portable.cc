@@ -1,0 +1,34 @@
+// The indexer's warm-up loss with all its portable kernels on the emulator, against float64, with
+// the shared memory of every GPU.
+#include "indexer/portable_fwd.cu"
+//
+#include "indexer/portable_fp8.cu"
+#include "launch_on_device.h"
+#include "losses/dense_loss.cu"
+#include "losses/index_grads.cu"
+#include "losses/kl_rows.cu"
+#include "losses/portable_teacher.cu"
+//
+#include "losses/portable_index_grads.cu"
+#include "losses_dense_checks.h"
+
+cudaError_t jax_dsa::launch_indexer_fwd(const IndexerFwdParams& p, cudaStream_t stream) {
+  return launch_on_device<portable::launch_indexer_fwd>(p, stream);
+}
+cudaError_t jax_dsa::launch_teacher(const TeacherParams& p, cudaStream_t stream) {
+  return launch_on_device<portable::launch_teacher>(p, stream);
+}
+cudaError_t jax_dsa::launch_index_products(const IndexGradsParams& p, cudaStream_t stream) {
+  return portable::launch_index_products(p, stream);
+}
+
+int main(int argc, char** argv) {
+  int failures = 0;
+  const auto cases =
+      emulator::cases(argc, argv, kCases, {"four queries per work tile", "multi-head, groups"});
+  emulator::on_gpus(argc, argv, cases, emulator::kPortableGpus, [&](const Case& c) {
+    failures += check(c, emulator::schedules(argc, argv, &c - kCases)[0]);
+  });
+  printf(failures ? "FAILED %d\n" : "all good\n", failures);
+  return failures != 0;
+}
