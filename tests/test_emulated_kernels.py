@@ -18,9 +18,10 @@ if TYPE_CHECKING:
 
 every_program = pytest.mark.parametrize("program", PROGRAMS, ids=lambda p: p.stem)
 
-# Even the small cases of these programs take more than a minute. `make test` runs the portable
-# kernels of attn_dist, of the masked forward pass and of sparse MLA's decoding.
-LONG = ("masked_attention_bwd_portable", "sparse_mla_portable")
+# The small cases of these programs take long, and `make test` runs other portable kernels: those of
+# attn_dist, of the masked forward pass and of sparse MLA's decoding, and each part of the warm-up
+# loss.
+LONG = ("losses_dense_portable", "masked_attention_bwd_portable", "sparse_mla_portable")
 
 
 def assert_all_good(binary: Path, *arguments: str) -> None:
