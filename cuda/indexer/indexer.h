@@ -173,6 +173,7 @@ inline bool is_valid(const IndexerBwdParams& p) {
 
 cudaError_t launch_indexer_bwd(const IndexerBwdParams& params, cudaStream_t stream);
 
+// The launchers of the tiers. Those of the forward pass get valid calls whose sizes are not 0.
 namespace hopper {
 cudaError_t launch_indexer_fwd(const IndexerFwdParams& params, cudaStream_t stream);
 cudaError_t launch_indexer_bwd(const IndexerBwdParams& params, cudaStream_t stream);
