@@ -326,11 +326,11 @@ ffi::Error indexer_topk_bwd(cudaStream_t stream, BF16 q, BF16 k, F32 weights, An
   return launch_status(kOp, launch_indexer_bwd(params, stream));
 }
 
-DSA_FFI_HANDLER("jax_dsa.indexer_candidates_fwd.v1", indexer_candidates_fwd, kHopperOnly);
-DSA_FFI_HANDLER("jax_dsa.indexer_block_topk_fwd.v1", indexer_block_topk_fwd, kHopperOnly);
-DSA_FFI_HANDLER("jax_dsa.indexer_logits_fwd.v1", indexer_logits_fwd, kHopperOnly);
-DSA_FFI_HANDLER("jax_dsa.indexer_topk_bwd.v1", indexer_topk_bwd, kHopperOnly);
-DSA_FFI_HANDLER("jax_dsa.indexer_topk_fwd.v1", indexer_topk_fwd, kHopperOnly);
+DSA_FFI_HANDLER("jax_dsa.indexer_candidates_fwd.v1", indexer_candidates_fwd, kEveryGpu);
+DSA_FFI_HANDLER("jax_dsa.indexer_block_topk_fwd.v1", indexer_block_topk_fwd, kEveryGpu);
+DSA_FFI_HANDLER("jax_dsa.indexer_logits_fwd.v1", indexer_logits_fwd, kEveryGpu);
+DSA_FFI_HANDLER("jax_dsa.indexer_topk_bwd.v1", indexer_topk_bwd, kEveryGpu);
+DSA_FFI_HANDLER("jax_dsa.indexer_topk_fwd.v1", indexer_topk_fwd, kEveryGpu);
 
 }  // namespace
 }  // namespace jax_dsa

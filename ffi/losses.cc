@@ -129,7 +129,7 @@ ffi::Error dense_indexer_kl_loss_fwd(cudaStream_t stream, BF16 index_q, BF16 ind
   return launch_status(kOp, launch_dense_loss(params, stream));
 }
 
-DSA_FFI_HANDLER("jax_dsa.dense_indexer_kl_loss_fwd.v1", dense_indexer_kl_loss_fwd, kHopperOnly);
+DSA_FFI_HANDLER("jax_dsa.dense_indexer_kl_loss_fwd.v1", dense_indexer_kl_loss_fwd, kEveryGpu);
 DSA_FFI_HANDLER("jax_dsa.indexer_kl_loss_bwd.v2", indexer_kl_loss_bwd, kEveryGpu);
 DSA_FFI_HANDLER("jax_dsa.indexer_kl_loss_fwd.v2", indexer_kl_loss_fwd, kEveryGpu);
 

@@ -19,8 +19,14 @@ if TYPE_CHECKING:
 every_program = pytest.mark.parametrize("program", PROGRAMS, ids=lambda p: p.stem)
 
 # Even the small cases of these programs take more than a minute. `make test` runs the portable
-# kernels of attn_dist, of decoding, and of the forward passes of masked and sparse attention.
-LONG = ("masked_attention_bwd_portable", "sparse_attention_bwd_portable", "sparse_mla_portable")
+# kernels of attn_dist, of decoding, of the forward passes of masked and sparse attention, and each
+# part of the warm-up loss.
+LONG = (
+    "losses_dense_portable",
+    "masked_attention_bwd_portable",
+    "sparse_attention_bwd_portable",
+    "sparse_mla_portable",
+)
 
 
 def assert_all_good(binary: Path, *arguments: str) -> None:

@@ -49,6 +49,8 @@ KERNELS = {
     ],
     "indexer/bwd_keys.cuh": ["indexer_bwd::keys_kernel<128, 4096>"],
     "indexer/bwd_queries.cuh": ["indexer_bwd::queries_kernel<128>"],
+    "indexer/bwd_scale.cuh": ["indexer_bwd::scale_kernel"],
+    "indexer/candidate_lists.cuh": ["indexer::list_kernel", "indexer::key_kernel"],
     "indexer/candidates.cuh": [
         "indexer::candidate_kernel<"
         "jax_dsa::indexer::DecodeTraits<jax_dsa::IndexerDType::kBF16, 128, 64, 1>>"
@@ -85,6 +87,10 @@ KERNELS = {
     "mqa_decode/wide.cuh": ["mqa_decode::wide_kernel<576, true>"],
     "losses/index_grads.cuh": [
         "index_grads::index_grads_kernel<128, jax_dsa::index_grads::Gradient::kKeys>"
+    ],
+    "losses/index_sums.cuh": [
+        "index_grads::clear_queries_kernel",
+        "index_grads::sum_segments_kernel",
     ],
     "losses/kl_rows.cuh": [
         "losses::kl_rows_kernel<jax_dsa::losses::Mask::kLogits, 128, 16, 4, true>",
@@ -135,7 +141,36 @@ PORTABLE = {
     "gated_pool/pool.cuh": KERNELS["gated_pool/pool.cuh"],
     "masked_attention/portable_bwd.cuh": KERNELS["masked_attention/portable_bwd.cuh"],
     "masked_attention/portable_fwd.cuh": KERNELS["masked_attention/portable_fwd.cuh"],
+    "indexer/bwd_scale.cuh": KERNELS["indexer/bwd_scale.cuh"],
+    "indexer/block_select.cuh": KERNELS["indexer/block_select.cuh"],
+    "indexer/candidate_lists.cuh": KERNELS["indexer/candidate_lists.cuh"],
+    "indexer/portable_blocks.cuh": [
+        "indexer::portable_block_kernel<jax_dsa::indexer::PortableBlockTraits<"
+        "jax_dsa::indexer::ProductTraits<jax_dsa::IndexerDType::kBF16, 128>>>"
+    ],
+    "indexer/portable_candidates.cuh": [
+        "indexer::portable_candidate_kernel<"
+        "jax_dsa::indexer::ProductTraits<jax_dsa::IndexerDType::kE4M3, 64>>"
+    ],
+    "indexer/portable_fwd.cuh": [
+        "indexer::portable_fwd_kernel<"
+        f"jax_dsa::indexer::ProductTraits<jax_dsa::IndexerDType::{of}, 128>>"
+        for of in ("kBF16", "kE4M3")
+    ],
+    "indexer/portable_bwd.cuh": ["indexer_bwd::portable_bwd_kernel<128>"],
+    "losses/index_sums.cuh": KERNELS["losses/index_sums.cuh"],
     "losses/kl_rows.cuh": KERNELS["losses/kl_rows.cuh"],
+    "losses/portable_index_grads.cuh": [
+        f"index_grads::portable_index_grads_kernel<128, jax_dsa::index_grads::Gradient::{of}>"
+        for of in ("kQueries", "kKeys")
+    ],
+    "losses/portable_teacher.cuh": [
+        "teacher::portable_teacher_kernel<jax_dsa::teacher::PortableTraits<576, 2>>"
+    ],
+    "losses/portable_teacher_heads.cuh": [
+        f"teacher_heads::portable_teacher_heads_kernel<jax_dsa::teacher_heads::Pass::{of}>"
+        for of in ("kLogSumExp", "kSums")
+    ],
     "mqa_decode/portable_fwd.cuh": [
         "mqa_decode::portable_fwd_kernel<"
         "jax_dsa::mla::PortableTraits<576, 32, 1, 16, 16, 2, 2>, true>",

@@ -72,9 +72,12 @@ EXPLANATIONS = {
     frozenset(["indexer/candidates.cuh:gather", "indexer/candidates.cuh:score"]): (
         "elected_arrival"
     ),
-    frozenset(["losses/index_grads.cuh:copy", "losses/index_grads.cuh:multiply"]): (
-        "elected_arrival"
-    ),
+    frozenset(
+        [
+            *("losses/index_grads.cuh:copy", "losses/index_grads.cuh:multiply"),
+            "losses/index_grads_plan.cuh:make_h",
+        ]
+    ): "elected_arrival",
     frozenset(
         [
             *("common/copy.cuh:bulk_load", "masked_attention/scores.cuh:init_negated"),

@@ -107,6 +107,27 @@ __device__ __forceinline__ void unpack_e4m3(uint32_t packed, float (&x)[4]) {
 #endif
 }
 
+// Converts four e4m3 values to f16 exactly, the first two to `low`.
+__device__ __forceinline__ void unpack_e4m3_f16(uint32_t packed, uint32_t& low, uint32_t& high) {
+#if __CUDA_ARCH__ < 890
+  // The product of the scaled value with 37376 is infinite for NaN only, and 0 times it is NaN.
+#pragma unroll
+  for (int i = 0; i < 2; ++i) {
+    uint32_t& x = i == 0 ? low : high;
+    asm("{\n.reg .b32 y, z;\n"
+        "mul.rn.f16x2 y, %1, %2;\nmul.rn.f16x2 z, %1, %3;\nfma.rn.f16x2 %0, y, %4, z;\n}\n"
+        : "=r"(x)
+        : "r"(i == 0 ? scaled_f16_of_e4m3<0>(packed) : scaled_f16_of_e4m3<1>(packed)),
+          "r"(0x78907890u), "r"(0x5c005c00u), "r"(0));
+  }
+#else
+  asm("{\n.reg .b16 a, b;\nmov.b32 {a, b}, %2;\n"
+      "cvt.rn.f16x2.e4m3x2 %0, a;\ncvt.rn.f16x2.e4m3x2 %1, b;\n}\n"
+      : "=r"(low), "=r"(high)
+      : "r"(packed));
+#endif
+}
+
 // Rounds four floats to e4m3, the first to the lowest byte. Magnitudes above 448 give 448.
 __device__ __forceinline__ uint32_t pack_e4m3(float a, float b, float c, float d) {
 #if __CUDA_ARCH__ < 890
@@ -137,9 +158,14 @@ __device__ __forceinline__ uint32_t multiply_bf16(uint32_t a, uint32_t b) {
 
 // Returns 0xffff in place of each of two bf16 values that is > 0, else 0.
 __device__ __forceinline__ uint32_t positive_bf16(uint32_t packed) {
+#if __CUDA_ARCH__ >= 900
   uint32_t mask;
   asm("set.gt.u32.bf16x2 %0, %1, %2;" : "=r"(mask) : "r"(packed), "r"(0));
   return mask;
+#else
+  const float2 x = unpack_bf16(packed);
+  return (x.x > 0.f ? 0xffffu : 0) | (x.y > 0.f ? 0xffff0000u : 0);
+#endif
 }
 
 // Returns the top bits of bytes 2 * kHalf (in the lower half) and 2 * kHalf + 1 of x, each repeated

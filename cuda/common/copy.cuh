@@ -288,7 +288,24 @@ __device__ __forceinline__ void red_add(float* to, float x, float y, float z, fl
 #endif
 }
 
-// Does the same if `valid`.
+// Adds to two floats in global memory at an 8-byte aligned address if `valid`.
+__device__ __forceinline__ void red_add(float* to, float x, float y, bool valid) {
+#if __CUDA_ARCH__ >= 900
+  asm volatile(
+      "{\n.reg .pred p;\nsetp.ne.b32 p, %3, 0;\n"
+      "@p red.global.add.v2.f32 [%0], {%1, %2};\n}\n" ::"l"(to),
+      "f"(x), "f"(y), "r"(int{valid})
+      : "memory");
+#else
+  asm volatile(
+      "{\n.reg .pred p;\nsetp.ne.b32 p, %3, 0;\n"
+      "@p red.global.add.f32 [%0], %1;\n@p red.global.add.f32 [%0 + 4], %2;\n}\n" ::"l"(to),
+      "f"(x), "f"(y), "r"(int{valid})
+      : "memory");
+#endif
+}
+
+// Adds to four floats if `valid`.
 __device__ __forceinline__ void red_add(float* to, float x, float y, float z, float w, bool valid) {
   asm volatile(
       "{\n.reg .pred p;\nsetp.ne.b32 p, %5, 0;\n"

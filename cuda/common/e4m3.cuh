@@ -1,6 +1,6 @@
-// Conversions between float32 and e4m3 by integer arithmetic, for GPUs before sm_89, which have no
-// instruction for them. An e4m3 value has 1 sign bit, 4 exponent bits (bias 7) and 3 bits of the
-// mantissa. Its largest magnitude is 448, and 0x7f is NaN; there are no infinities.
+// Conversions between e4m3 and float32 or f16 by integer arithmetic, for GPUs before sm_89, which
+// have no instruction for them. An e4m3 value has 1 sign bit, 4 exponent bits (bias 7) and 3 bits
+// of the mantissa. Its largest magnitude is 448, and 0x7f is NaN; there are no infinities.
 #pragma once
 
 #include <cstdint>
@@ -35,6 +35,15 @@ __device__ __forceinline__ uint32_t e4m3_of_float(float x) {
 // Converts four values, the first to the lowest byte.
 __device__ __forceinline__ uint32_t e4m3_of_floats(float a, float b, float c, float d) {
   return e4m3_of_float(a) | e4m3_of_float(b) << 8 | e4m3_of_float(c) << 16 | e4m3_of_float(d) << 24;
+}
+
+// Returns the values of codes 2 * kHalf (in the lower half) and 2 * kHalf + 1 of `packed` as f16,
+// times 2^-8. NaN gives 1.875, which no other code does.
+template <int kHalf>
+__device__ __forceinline__ uint32_t scaled_f16_of_e4m3(uint32_t packed) {
+  // The bits of the magnitude move to the place of an f16's bits. The biases differ by 8.
+  const uint32_t codes = __byte_perm(packed, 0, kHalf == 0 ? 0x1404 : 0x3424);  // in upper bytes
+  return (codes >> 1 & 0x3f803f80u) | (codes & 0x80008000u);
 }
 
 }  // namespace jax_dsa

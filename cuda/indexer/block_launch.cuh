@@ -8,7 +8,7 @@
 namespace jax_dsa::indexer {
 
 template <typename Tr>
-cudaError_t launch_block_max(BlockMaxParams params, cudaStream_t stream) {
+cudaError_t launch_block_variant(BlockMaxParams params, cudaStream_t stream) {
   const IndexerFwdParams& p = params.in;
   constexpr auto kType = Tr::kDType == IndexerDType::kBF16 ? CU_TENSOR_MAP_DATA_TYPE_BFLOAT16
                                                            : CU_TENSOR_MAP_DATA_TYPE_UINT8;
@@ -32,8 +32,8 @@ cudaError_t launch_block_max(BlockMaxParams params, cudaStream_t stream) {
 
 template <IndexerDType kDType, int kChannels>
 cudaError_t launch_blocks_of(const BlockMaxParams& p, bool pairs, cudaStream_t stream) {
-  return pairs ? launch_block_max<BlockTraits<kDType, kChannels, 2>>(p, stream)
-               : launch_block_max<BlockTraits<kDType, kChannels, 1>>(p, stream);
+  return pairs ? launch_block_variant<BlockTraits<kDType, kChannels, 2>>(p, stream)
+               : launch_block_variant<BlockTraits<kDType, kChannels, 1>>(p, stream);
 }
 
 // `pairs` says that a unit is a pair of blocks of 64 keys; otherwise it is one block.

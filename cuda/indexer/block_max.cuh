@@ -78,12 +78,6 @@ struct alignas(1024) BlockShared {
   BlockWork work;
 };
 
-// The keys of a unit, counted from the start of its span.
-__device__ __forceinline__ Span unit_range(const BlockMaxParams& p, const Span& span, int unit) {
-  const int first = unit * p.unit_keys;
-  return {first, first + min(p.unit_keys, span.end - span.start - first)};
-}
-
 // ---- copies ------------------------------------------------------------------------------------
 
 template <typename Tr>

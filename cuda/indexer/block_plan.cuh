@@ -9,16 +9,9 @@
 
 #include "common/ptx.cuh"
 #include "common/types.h"
-#include "indexer/indexer.h"
+#include "indexer/block_max.h"
 
 namespace jax_dsa::indexer {
-
-struct BlockMaxParams {
-  IndexerFwdParams in;
-  BlockScore* scores;  // [batch, queries, heads, blocks]; blocks that a query lacks are not written
-  int64_t blocks;
-  int unit_keys;  // keys per unit: one block, or a key tile of several blocks
-};
 
 // The fixed cost of a span in units, for loading its queries.
 inline constexpr int kSpanCost = 2;
@@ -35,6 +28,12 @@ struct Span {
   int start, end;
   __device__ bool empty() const { return start >= end; }
 };
+
+// The keys of a unit, counted from the start of its span.
+__device__ __forceinline__ Span unit_range(const BlockMaxParams& p, const Span& span, int unit) {
+  const int first = unit * p.unit_keys;
+  return {first, first + min(p.unit_keys, span.end - span.start - first)};
+}
 
 // Returns the keys that query `token` of the batch sees, of `keys` keys.
 __device__ __forceinline__ Span seen_keys(const int32_t* starts, const int32_t* ends, int64_t token,

@@ -7,6 +7,7 @@
 #include "common/error.h"
 #include "common/launch.cuh"
 #include "common/tile.cuh"
+#include "indexer/block_max.h"
 #include "indexer/block_select.cuh"
 #include "indexer/chunks.h"
 #include "indexer/indexer.h"
@@ -14,13 +15,6 @@
 namespace jax_dsa {
 
 namespace indexer {
-
-template <IndexerDType kDType>
-cudaError_t launch_block_channels(const BlockMaxParams& p, bool pairs, cudaStream_t stream);
-extern template cudaError_t launch_block_channels<IndexerDType::kBF16>(const BlockMaxParams&, bool,
-                                                                       cudaStream_t);
-extern template cudaError_t launch_block_channels<IndexerDType::kE4M3>(const BlockMaxParams&, bool,
-                                                                       cudaStream_t);
 
 namespace {
 
@@ -51,16 +45,13 @@ bool rows_supported(const IndexerFwdParams& p, int64_t block_size, int64_t block
 // Finds the scores of the blocks of heads that select for themselves.
 cudaError_t score_rows(const IndexerFwdParams& p, const BlockSelectParams& s, BlockScore* scores,
                        cudaStream_t stream) {
-  const bool pairs = s.block_size == kTile;
   const BlockMaxParams max = {
       .in = p,
       .scores = scores,
       .blocks = s.blocks,
-      .unit_keys = static_cast<int>(pairs ? 2 * s.block_size : s.block_size),
+      .unit_keys = static_cast<int>(s.block_size),
   };
-  return p.dtype == IndexerDType::kBF16
-             ? launch_block_channels<IndexerDType::kBF16>(max, pairs, stream)
-             : launch_block_channels<IndexerDType::kE4M3>(max, pairs, stream);
+  return launch_block_max(max, stream);
 }
 
 // Finds the scores of the blocks of heads that select together, through their logits.

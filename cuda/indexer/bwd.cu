@@ -6,6 +6,7 @@
 #include "common/launch.cuh"
 #include "indexer/bwd_keys.cuh"
 #include "indexer/bwd_queries.cuh"
+#include "indexer/bwd_scale.cuh"
 #include "indexer/indexer.h"
 
 namespace jax_dsa {
@@ -36,11 +37,7 @@ cudaError_t launch(const IndexerBwdParams& p, cudaStream_t stream) {
 // kPartition is the number of keys per KV partition.
 template <int kPartition>
 cudaError_t launch_partitions(const IndexerBwdParams& p, cudaStream_t stream) {
-  if (p.keys > INT32_MAX - 4096 || p.heads < 1 || p.heads > kIndexerMaxHeads || p.slots < 0 ||
-      p.slots > kIndexerBwdMaxSlots || (p.k_scale == nullptr) != (p.dk_scale == nullptr)) {
-    return cudaErrorInvalidValue;
-  }
-  if (p.channels != 32 && p.channels != 64 && p.channels != 128) return cudaErrorInvalidValue;
+  if (!is_valid(p)) return cudaErrorInvalidValue;
   const int64_t rows = p.batch * p.keys;
   DSA_RETURN_IF_CUDA_ERROR(clear(p.dk, rows * p.channels * sizeof(float), stream));
   if (p.batch > 0 && p.queries > 0) {
@@ -54,7 +51,7 @@ cudaError_t launch_partitions(const IndexerBwdParams& p, cudaStream_t stream) {
 
 }  // namespace
 
-cudaError_t launch_indexer_bwd(const IndexerBwdParams& p, cudaStream_t stream) {
+cudaError_t hopper::launch_indexer_bwd(const IndexerBwdParams& p, cudaStream_t stream) {
   return launch_partitions<indexer_bwd::kKeyPartition>(p, stream);
 }
 

@@ -5,8 +5,7 @@
 
 #include "common/error.h"
 #include "common/launch.cuh"
-#include "common/tensor_map.h"
-#include "indexer/candidates.cuh"
+#include "indexer/candidate_lists.cuh"
 #include "topk/topk.h"
 
 namespace jax_dsa {
@@ -14,50 +13,9 @@ namespace {
 
 using namespace indexer;
 
-template <IndexerDType kDType, int kChannels>
-cudaError_t launch_logits(const IndexerFwdParams& p, const CandidateRows& x, cudaStream_t stream) {
-  using Tr = DecodeTraits<kDType, kChannels, kIndexerMaxHeads, 1>;
-  constexpr auto kType = kDType == IndexerDType::kBF16 ? CU_TENSOR_MAP_DATA_TYPE_BFLOAT16
-                                                       : CU_TENSOR_MAP_DATA_TYPE_UINT8;
-  CUtensorMap q;
-  DSA_RETURN_IF_CUDA_ERROR(encode_tensor_map(
-      &q, kType,
-      tensor_box<4>(Tr::kElementBytes, p.q, {p.channels, p.heads, p.queries, p.batch},
-                    {Tr::kRowBytes / Tr::kElementBytes, Tr::kColumns, 1, 1})));
-  Device device;
-  DSA_RETURN_IF_CUDA_ERROR(current_device(&device));
-  // Segments of 64 tiles, or shorter ones if there would be fewer than 8 per SM.
-  const int64_t tiles = x.rows * ceil_div(x.size, int64_t{kTile});
-  const int64_t even = tiles / (8 * device.num_sms) / Tr::kWarpgroups * Tr::kWarpgroups;
-  const int segment_tiles = static_cast<int>(std::clamp<int64_t>(even, Tr::kWarpgroups, 64));
-  const int64_t units = x.rows * ceil_div(x.size, int64_t{segment_tiles} * kTile);
-  return launch_persistent<CandidateShared<Tr>>(candidate_kernel<Tr>, units, Tr::kThreads, stream,
-                                                p, x, segment_tiles, q);
-}
-
-template <IndexerDType kDType>
-cudaError_t launch_channels(const IndexerFwdParams& p, const CandidateRows& x,
-                            cudaStream_t stream) {
-  switch (p.channels) {
-    case 32:
-      return launch_logits<kDType, 32>(p, x, stream);
-    case 64:
-      return launch_logits<kDType, 64>(p, x, stream);
-    case 128:
-      return launch_logits<kDType, 128>(p, x, stream);
-  }
-  return cudaErrorInvalidValue;
-}
-
 bool is_valid(const IndexerCandidatesParams& params) {
-  const IndexerFwdParams& p = params.logits;
-  const bool pages = p.page_table == nullptr ||
-                     (p.page_size > 0 && p.page_size % kIndexerPageMultiple == 0 && p.pages > 0 &&
-                      int64_t{p.pages} * p.page_size <= INT32_MAX - 4096 &&
-                      p.keys == p.pages_per_request * p.page_size);
-  return pages && p.keys <= INT32_MAX - 4096 && p.heads >= 1 && p.heads <= kIndexerMaxHeads &&
-         params.block_size >= 1 &&
-         ceil_div(p.keys, int64_t{params.block_size}) <= kIndexerMaxCandidateBlocks;
+  return jax_dsa::is_valid(params.logits) && params.block_size >= 1 &&
+         ceil_div(params.logits.keys, int64_t{params.block_size}) <= kIndexerMaxCandidateBlocks;
 }
 
 }  // namespace
@@ -87,9 +45,7 @@ cudaError_t launch_indexer_candidates(const IndexerCandidatesParams& params, cud
     DSA_RETURN_IF_CUDA_ERROR(launch_blocks(list_kernel, x.rows, kListThreads, list_bytes, stream, p,
                                            x, params.candidates, params.slots));
     if (x.size > 0) {
-      DSA_RETURN_IF_CUDA_ERROR(p.dtype == IndexerDType::kBF16
-                                   ? launch_channels<IndexerDType::kBF16>(p, x, stream)
-                                   : launch_channels<IndexerDType::kE4M3>(p, x, stream));
+      DSA_RETURN_IF_CUDA_ERROR(launch_candidate_logits(p, x, stream));
     }
     const TopkParams selection = {
         .logits = x.logits,

@@ -5,6 +5,8 @@
 
 #include <cstdint>
 
+#include "common/device.h"
+
 namespace jax_dsa {
 
 enum class IndexerDType { kBF16, kE4M3 };
@@ -42,6 +44,16 @@ struct IndexerFwdParams {
   int64_t pages_per_request;
   int page_size;  // a multiple of kIndexerPageMultiple
 };
+
+// Returns whether the forward kernels can run this call, if its sizes are not 0.
+inline bool is_valid(const IndexerFwdParams& p) {
+  // The end of the last key tile must be below 2^31, too.
+  return p.keys <= INT32_MAX - 4096 && p.heads >= 1 && p.heads <= kIndexerMaxHeads &&
+         (p.page_table == nullptr ||
+          (p.page_size > 0 && p.page_size % kIndexerPageMultiple == 0 && p.pages > 0 &&
+           int64_t{p.pages} * p.page_size <= INT32_MAX - 4096 &&
+           p.keys == p.pages_per_request * p.page_size));
+}
 
 cudaError_t launch_indexer_fwd(const IndexerFwdParams& params, cudaStream_t stream);
 
@@ -151,6 +163,25 @@ struct IndexerBwdParams {
   bool relu;
 };
 
+// Returns whether the backward kernels of either tier can run this call.
+inline bool is_valid(const IndexerBwdParams& p) {
+  return p.keys <= INT32_MAX - 4096 && p.heads >= 1 && p.heads <= kIndexerMaxHeads &&
+         p.slots >= 0 && p.slots <= kIndexerBwdMaxSlots &&
+         (p.k_scale == nullptr) == (p.dk_scale == nullptr) &&
+         (p.channels == 32 || p.channels == 64 || p.channels == 128);
+}
+
 cudaError_t launch_indexer_bwd(const IndexerBwdParams& params, cudaStream_t stream);
+
+// The launchers of the tiers. Those of the forward pass get valid calls whose sizes are not 0.
+namespace hopper {
+cudaError_t launch_indexer_fwd(const IndexerFwdParams& params, cudaStream_t stream);
+cudaError_t launch_indexer_bwd(const IndexerBwdParams& params, cudaStream_t stream);
+}  // namespace hopper
+namespace portable {
+cudaError_t launch_indexer_fwd(const IndexerFwdParams& params, const Device& device,
+                               cudaStream_t stream);
+cudaError_t launch_indexer_bwd(const IndexerBwdParams& params, cudaStream_t stream);
+}  // namespace portable
 
 }  // namespace jax_dsa

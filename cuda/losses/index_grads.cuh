@@ -35,7 +35,6 @@
 // swizzle) with the factors of h for each tile, and the rows.
 #pragma once
 
-#include <climits>
 #include <cstdint>
 
 #include "common/gather.cuh"
@@ -44,18 +43,14 @@
 #include "common/ring.cuh"
 #include "common/types.h"
 #include "common/wgmma.cuh"
+#include "losses/index_grads_plan.cuh"
 #include "losses/losses.h"
 #include "losses/ranges.cuh"
 
 namespace jax_dsa::index_grads {
 
-inline constexpr int kRows = 64;  // rows of an MMA warpgroup; heads are padded to this number
 inline constexpr int kStages = 6;
 inline constexpr int kThreads = 384;
-static_assert(kIndexGradsKeys == 2 * kRows && kIndexGradsSegment <= 128);
-
-// Which gradient a kernel computes: dq with the heads of queries as rows, or f with keys as rows.
-enum class Gradient { kQueries, kKeys };
 
 // kC is the number of channels, padded to 64 or 128.
 template <int kC>
@@ -69,88 +64,7 @@ struct alignas(1024) Shared {
   uint64_t full[kStages], free[kStages];
 };
 
-// ---- work tiles --------------------------------------------------------------------------------
-
-// Iterates over the work tiles of dq. `tiles` are key tiles.
-template <Gradient kGradient>
-struct WorkTiles : QueryWorkTiles {
-  __device__ bool next(const IndexGradsParams& p) { return QueryWorkTiles::next(p, 2); }
-};
-
-// Iterates over the work tiles of f. `tiles` are queries.
-template <>
-struct WorkTiles<Gradient::kKeys> {
-  int batch, key;  // batch entry and first key of the current work tile
-  int segment;
-  Tiles tiles;
-
-  __device__ bool next(const IndexGradsParams& p) {
-    const int key_tiles = static_cast<int>(ceil_div(p.keys, int64_t{kIndexGradsKeys}));
-    const int segments = static_cast<int>(ceil_div(p.queries, int64_t{kIndexGradsSegment}));
-    const int entries = static_cast<int>(p.batch), ctas = gridDim.x;
-    const int work_tiles = segments * entries * key_tiles;
-    while (round * ctas < work_tiles) {
-      const int work_tile = round * ctas + (round % 2 ? ctas - 1 - blockIdx.x : blockIdx.x);
-      ++round;
-      if (work_tile >= work_tiles) continue;
-      const int key_tile = work_tile % key_tiles;
-      batch = work_tile / key_tiles % entries;
-      segment = work_tile / key_tiles / entries;
-      key = key_tile * kIndexGradsKeys;
-      tiles = queries_that_see(p);
-      if (threadIdx.x == 0) {
-        p.partial_used[(int64_t{segment} * entries + batch) * key_tiles + key_tile] =
-            tiles.first < tiles.last;
-      }
-      if (tiles.first < tiles.last) return true;
-    }
-    return false;
-  }
-
- private:
-  int round = 0;
-
-  // Returns the range from the first query of the segment that sees any of the keys to the last.
-  __device__ Tiles queries_that_see(const IndexGradsParams& p) const {
-    int first = INT_MAX, last = 0;
-    for (int i = threadIdx.x % 32; i < kIndexGradsSegment; i += 32) {
-      const int query = segment * kIndexGradsSegment + i;
-      const Range seen = range_of(p, batch, query);
-      if (seen.low < key + kIndexGradsKeys && seen.high > key) {
-        first = min(first, query);
-        last = max(last, query + 1);
-      }
-    }
-    first = __reduce_min_sync(~0u, first);
-    last = __reduce_max_sync(~0u, last);
-    return first < last ? Tiles{first, last, 0, 0} : Tiles{0, 0, 0, 0};
-  }
-};
-
 // ---- copies ------------------------------------------------------------------------------------
-
-// The factors that thread `i` of the producer warpgroup writes for a tile.
-struct Factors {
-  float column_factor, row_factor;
-};
-
-__device__ __forceinline__ Factors factors(const IndexGradsParams& p,
-                                           const WorkTiles<Gradient::kQueries>& work_tile, int tile,
-                                           int i) {
-  const int query = work_tile.query + i / kTile, key = tile * kTile + i % kTile;
-  if (!range_of(p, work_tile.batch, query).has(key)) return {0.f, 0.f};
-  const float g = __ldg(p.grad + (work_tile.batch * p.queries + query) * p.keys + key);
-  return {p.k_scale ? g * __ldg(p.k_scale + work_tile.batch * p.keys + key) : g, 0.f};
-}
-
-__device__ __forceinline__ Factors factors(const IndexGradsParams& p,
-                                           const WorkTiles<Gradient::kKeys>& work_tile, int query,
-                                           int i) {
-  const int64_t token = work_tile.batch * p.queries + query;
-  const bool sees = range_of(p, work_tile.batch, query).has(work_tile.key + i);
-  return {i < p.heads ? __ldg(p.weights + token * p.heads + i) : 0.f,
-          sees ? __ldg(p.grad + token * p.keys + work_tile.key + i) : 0.f};
-}
 
 // Prefetches the elements of `grad` that the work tile reads to the L2, because the producer loads
 // factors only one tile ahead.
@@ -258,9 +172,8 @@ __device__ void copy(const IndexGradsParams& p, Shared<kC>& shared) {
 template <int kC, Gradient kGradient>
 __device__ void multiply(const IndexGradsParams& p, Shared<kC>& shared, int warpgroup) {
   const int lane = threadIdx.x % 32, warp = threadIdx.x / 32 % 4, column = lane % 4 * 2;
-  const int own_row = warp * 16 + lane / 4;   // and own_row + 8
-  const uint32_t no_relu = p.relu ? 0 : ~0u;  // without relu, all bits of the mask are set
-  const float floor = p.relu ? 0.f : -INFINITY;
+  const int own_row = warp * 16 + lane / 4;  // and own_row + 8
+  const Relu relu(p.relu);
   const uint32_t tiles_at = smem_address(shared.tiles);
   const uint64_t by_channel = uniform(k_major_descriptor(tiles_at));
   const uint64_t by_row = uniform(mn_major_descriptor(tiles_at, kBlockBytes));
@@ -300,21 +213,7 @@ __device__ void multiply(const IndexGradsParams& p, Shared<kC>& shared, int warp
         row_factor[r] = shared.row_factors[ring.index][warpgroup][own_row + 8 * r];
       }
     }
-#pragma unroll
-    for (int i = 0; i < 8; ++i) {
-      const float2 f = *reinterpret_cast<const float2*>(columns + 8 * i);
-      const uint32_t rounded = pack_bf16(f.x, f.y);
-#pragma unroll
-      for (int r = 0; r < 2; ++r) {
-        const float a = fmaxf(x[4 * i + 2 * r], floor), b = fmaxf(x[4 * i + 2 * r + 1], floor);
-        if (kGradient == Gradient::kQueries) dw[r] = fmaf(f.y, b, fmaf(f.x, a, dw[r]));
-        const uint32_t relu_mask = positive_bf16(pack_bf16(a, b)) | no_relu;
-        const uint32_t product = kGradient == Gradient::kQueries
-                                     ? rounded
-                                     : pack_bf16(f.x * row_factor[r], f.y * row_factor[r]);
-        h[i / 2][i % 2 * 2 + r] = product & relu_mask;
-      }
-    }
+    index_grads::make_h<kGradient>(x, columns, row_factor, relu, dw, h);
   };
   const auto start_product = [&](bool accumulate) {
     const uint64_t tile = moved(by_row, uniform(ring.index) * kStageBytes);
@@ -421,64 +320,6 @@ __global__ void __launch_bounds__(kThreads, 1)
     lower_registers<kProducer>();
     copy<kC, kGradient>(p, shared);
   }
-}
-
-// ---- sums --------------------------------------------------------------------------------------
-
-// Adds up f over the segments. One warp per key, four channels per lane. After the last chunk of
-// queries, it computes dk and dk_scale from f.
-static __global__ void __launch_bounds__(256)
-    sum_segments_kernel(const __grid_constant__ IndexGradsParams p) {
-  const int64_t row = blockIdx.x * int64_t{8} + threadIdx.x / 32;  // batch * keys + key
-  const int channel = threadIdx.x % 32 * 4;
-  if (row >= p.batch * p.keys) return;
-  const int64_t batch = row / p.keys, key = row - batch * p.keys;
-  const int64_t key_tiles = ceil_div(p.keys, int64_t{kIndexGradsKeys});
-  const int64_t segments = ceil_div(p.queries, int64_t{kIndexGradsSegment});
-  const bool in_range = channel < p.channels;
-  float* const dk = p.dk + row * p.channels + channel;
-  float f[4] = {};
-  const auto add = [&](const float* from) {
-    const float4 x = *reinterpret_cast<const float4*>(from);
-    f[0] += x.x, f[1] += x.y, f[2] += x.z, f[3] += x.w;
-  };
-  if (in_range && !p.first) add(dk);
-  for (int64_t segment = 0; segment < segments; ++segment) {
-    const int64_t at = segment * p.batch + batch;
-    if (!p.partial_used[at * key_tiles + key / kIndexGradsKeys] || !in_range) continue;
-    add(p.partial_dk + (at * p.keys + key) * p.channels + channel);
-  }
-  if (p.last && p.k_scale != nullptr) {
-    // For a key that no query sees, f is 0 but k and k_scale may be NaN. The result must be 0.
-    const auto finite = [](float x) { return fabsf(x) < INFINITY ? x : 0.f; };
-    const float scale = finite(__ldg(p.k_scale + row));
-    float sum = 0.f;
-    if (in_range) {
-      const auto* k = reinterpret_cast<const uint32_t*>(p.k) + (row * p.channels + channel) / 2;
-#pragma unroll
-      for (int i = 0; i < 2; ++i) {
-        const float2 x = unpack_bf16(k[i]);
-        sum = fmaf(finite(x.x), f[2 * i], fmaf(finite(x.y), f[2 * i + 1], sum));
-      }
-    }
-#pragma unroll
-    for (int i = 0; i < 4; ++i) f[i] *= scale;
-#pragma unroll
-    for (int d = 16; d > 0; d /= 2) sum += __shfl_xor_sync(~0u, sum, d);
-    if (channel == 0) p.dk_scale[row] = sum;
-  }
-  if (in_range) store_4(dk, f);
-}
-
-// Writes zeros to dq and dw of the queries that see no key.
-static __global__ void __launch_bounds__(256)
-    clear_queries_kernel(const __grid_constant__ IndexGradsParams p) {
-  const int64_t token = blockIdx.x;
-  const Range seen = range_of(p, token / p.queries, token % p.queries);
-  if (seen.low < seen.high) return;
-  const int values = p.heads * p.channels;
-  for (int i = threadIdx.x; i < values; i += 256) p.dq[token * values + i] = 0.f;
-  for (int i = threadIdx.x; i < p.heads; i += 256) p.dweights[token * p.heads + i] = 0.f;
 }
 
 }  // namespace jax_dsa::index_grads

@@ -6,6 +6,8 @@
 
 #include <cstdint>
 
+#include "common/device.h"
+
 namespace jax_dsa {
 
 // KL of rows of logits and teachers. The teachers need not be normalised. A slot is used if `valid`
@@ -76,6 +78,7 @@ cudaError_t launch_teacher(const TeacherParams& params, cudaStream_t stream);
 // Queries per segment. The dk of each segment is summed separately.
 inline constexpr int kIndexGradsSegment = 128;
 inline constexpr int kIndexGradsKeys = 128;  // keys per work tile
+inline constexpr int kIndexGradsHeads = 64;  // the largest number of heads
 
 // Backward pass of the indexer's logits at all keys that a query sees, with bf16 q and k. All sums
 // have a fixed order.
@@ -98,7 +101,7 @@ struct IndexGradsParams {
   int64_t batch;
   int64_t queries;
   int64_t keys;
-  int heads;     // 1 .. 64
+  int heads;     // 1 .. kIndexGradsHeads
   int channels;  // 32, 64 or 128
   bool relu;
   // The queries may be a chunk of all queries. Except for the `first` chunk, dk holds the sum over
@@ -107,6 +110,10 @@ struct IndexGradsParams {
 };
 
 cudaError_t launch_index_grads(const IndexGradsParams& params, cudaStream_t stream);
+
+// The products among these kernels: dq and dweights of the queries that see a key, partial_dk and
+// partial_used. There must be queries and keys.
+cudaError_t launch_index_products(const IndexGradsParams& params, cudaStream_t stream);
 
 // The warm-up loss with its gradients: the KL summed over the rows that count, the number of these
 // rows, and the gradients of the sum. The workspace holds the logits and teachers of whole batch
@@ -131,5 +138,14 @@ constexpr int64_t dense_loss_bytes(int64_t batch, int64_t queries, int64_t keys,
 }
 
 cudaError_t launch_dense_loss(const DenseLossParams& params, cudaStream_t stream);
+
+namespace hopper {
+cudaError_t launch_teacher(const TeacherParams& params, cudaStream_t stream);
+cudaError_t launch_index_products(const IndexGradsParams& params, cudaStream_t stream);
+}  // namespace hopper
+namespace portable {
+cudaError_t launch_teacher(const TeacherParams& params, const Device& device, cudaStream_t stream);
+cudaError_t launch_index_products(const IndexGradsParams& params, cudaStream_t stream);
+}  // namespace portable
 
 }  // namespace jax_dsa

@@ -8,7 +8,7 @@
 #include "losses/teacher.cuh"
 #include "losses/teacher_heads.cuh"
 
-namespace jax_dsa {
+namespace jax_dsa::hopper {
 namespace {
 
 template <int kD>
@@ -23,8 +23,8 @@ cudaError_t launch(const TeacherParams& p, cudaStream_t stream) {
 template <int kD>
 cudaError_t launch_heads(const TeacherParams& p, cudaStream_t stream) {
   using namespace teacher_heads;
-  const int64_t first = work_tile_count(p, Pass::kLogSumExp),
-                second = work_tile_count(p, Pass::kSums);
+  const int64_t first = work_tile_count<kTile>(p, Pass::kLogSumExp),
+                second = work_tile_count<kTile>(p, Pass::kSums);
   if (std::max(first, second) > INT32_MAX - 4096) return cudaErrorInvalidValue;
   DSA_RETURN_IF_CUDA_ERROR(launch_persistent<Shared<kD>>(teacher_heads_kernel<kD, Pass::kLogSumExp>,
                                                          first, kThreads, stream, p));
@@ -36,9 +36,7 @@ cudaError_t launch_heads(const TeacherParams& p, cudaStream_t stream) {
 
 cudaError_t launch_teacher(const TeacherParams& p, cudaStream_t stream) {
   if (p.batch == 0 || p.queries == 0 || p.keys == 0 || p.heads == 0) return cudaSuccess;
-  if (p.groups <= 0 || p.heads % p.groups != 0 || p.keys > INT32_MAX - 4096) {
-    return cudaErrorInvalidValue;
-  }
+  if (!teacher::is_valid(p)) return cudaErrorInvalidValue;
   switch (p.dim) {
     case 576:
       return launch<576>(p, stream);
@@ -56,4 +54,4 @@ cudaError_t launch_teacher(const TeacherParams& p, cudaStream_t stream) {
   return cudaErrorInvalidValue;
 }
 
-}  // namespace jax_dsa
+}  // namespace jax_dsa::hopper

@@ -39,11 +39,11 @@
 #include "losses/losses.h"
 #include "losses/powers.cuh"
 #include "losses/ranges.cuh"
+#include "losses/teacher_layout.cuh"
 
 namespace jax_dsa::teacher {
 
 inline constexpr int kThreads = 384;  // three warpgroups
-inline constexpr int kRows = 64;      // rows per head tile
 inline constexpr int kStages = 3;
 
 // The 64-column blocks of a tile that have their own mbarrier, so that the MMA can start with them.
@@ -67,27 +67,6 @@ struct alignas(1024) Shared {
   bool exact[256];
   uint64_t full[kStages][2];  // first kFirstBlocks blocks; whole tile
   uint64_t free[kStages];
-};
-
-// How the heads of a KV head group are mapped to rows.
-struct Layout {
-  int heads;       // heads per group
-  int rows;        // rows per query, with padding: 16, 32, 64 or 128
-  int queries;     // queries per work tile
-  int row_passes;  // row passes, of 128 rows each
-
-  __host__ __device__ explicit Layout(const TeacherParams& p)
-      : heads(p.heads / p.groups),
-        rows(heads <= 16   ? 16
-             : heads <= 32 ? 32
-             : heads <= 64 ? 64
-                           : 128),
-        queries(2 * kRows / rows),
-        row_passes(ceil_div(heads, 2 * kRows)) {}
-
-  // The query within the work tile, and the head within the group, of row r in a row pass.
-  __device__ int query(int r) const { return r / rows; }
-  __device__ int head(int r, int row_pass) const { return row_pass * 2 * kRows + r % rows; }
 };
 
 // ---- copies ------------------------------------------------------------------------------------

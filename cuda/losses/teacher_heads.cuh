@@ -18,7 +18,6 @@
 // use.
 #pragma once
 
-#include <climits>
 #include <cstdint>
 
 #include "attn_dist/heads.cuh"
@@ -29,63 +28,17 @@
 #include "losses/losses.h"
 #include "losses/powers.cuh"
 #include "losses/ranges.cuh"
+#include "losses/teacher_heads_plan.cuh"
 
 namespace jax_dsa::teacher_heads {
 
 inline constexpr int kThreads = 384;
-inline constexpr int kQueries = 128;  // per work tile
 
 template <int kD>
 struct alignas(1024) Shared {
   static constexpr int kStages = kD > 192 ? 6 : 8;
   uint8_t tiles[kStages][kD / 64][kBlockBytes];
   uint64_t full[kStages], free[kStages];
-};
-
-// Which of the two kernels runs.
-enum class Pass { kLogSumExp, kSums };
-
-__host__ __device__ inline int64_t work_tile_count(const TeacherParams& p, Pass pass) {
-  const int64_t heads_or_tiles =
-      pass == Pass::kLogSumExp ? p.heads : ceil_div(p.keys, int64_t{kTile});
-  return p.batch * ceil_div(p.queries, int64_t{kQueries}) * heads_or_tiles;
-}
-
-// Iterates over a CTA's work tiles. `tiles` are the key tiles that any of the queries sees, in the
-// second kernel one tile.
-template <Pass kPass>
-struct WorkTiles {
-  int batch, query, head;  // first query; head in the first kernel, 0 in the second
-  Tiles tiles;
-
-  __device__ bool next(const TeacherParams& p) {
-    const int work_tiles = static_cast<int>(work_tile_count(p, kPass));
-    const int per_batch = static_cast<int>(ceil_div(p.queries, int64_t{kQueries}));
-    const int heads_or_tiles = work_tiles / per_batch / static_cast<int>(p.batch);
-    for (; index < work_tiles; index += gridDim.x) {
-      const int head_or_tile = index % heads_or_tiles, query_tile = index / heads_or_tiles;
-      batch = query_tile / per_batch;
-      query = (per_batch - 1 - query_tile % per_batch) * kQueries;  // The last queries come first.
-      int first = INT_MAX, last = 0;
-      for (int i = 0; i < kQueries / 32; ++i) {
-        const Tiles some = tiles_seen(p, batch, query + i * 32, 32);
-        if (some.first == some.last) continue;
-        first = min(first, some.first);
-        last = max(last, some.last);
-      }
-      if (kPass == Pass::kSums)
-        first = max(first, head_or_tile), last = min(last, head_or_tile + 1);
-      if (first >= last) continue;
-      head = kPass == Pass::kSums ? 0 : head_or_tile;
-      tiles = {first, last, 0, 0};
-      index += gridDim.x;
-      return true;
-    }
-    return false;
-  }
-
- private:
-  int index = blockIdx.x;
 };
 
 template <int kD, Pass kPass>
@@ -113,7 +66,7 @@ __device__ void produce(const TeacherParams& p, Shared<kD>& shared) {
   };
   const int64_t q_stride = int64_t{p.heads} * kD * 2, kv_stride = int64_t{p.groups} * kD * 2;
   const int group_heads = p.heads / p.groups;
-  for (WorkTiles<kPass> work_tile; work_tile.next(p);) {
+  for (WorkTiles<kPass, kTile> work_tile; work_tile.next(p);) {
     const char* const q =
         static_cast<const char*>(p.q) + work_tile.batch * p.queries * q_stride + chunk * 16;
     const char* const kv =
@@ -167,7 +120,7 @@ __device__ void consume(const TeacherParams& p, Shared<kD>& shared, int warpgrou
     release();
   };
 
-  for (WorkTiles<kPass> work_tile; work_tile.next(p);) {
+  for (WorkTiles<kPass, kTile> work_tile; work_tile.next(p);) {
     const int64_t token = work_tile.batch * p.queries + work_tile.query + own_row;
     const Range seen[2] = {range_of(p, work_tile.batch, work_tile.query + own_row),
                            range_of(p, work_tile.batch, work_tile.query + own_row + 8)};

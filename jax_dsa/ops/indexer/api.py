@@ -36,6 +36,7 @@ LOGITS_FWD = Pass(
         cuda.indexer_logits_fwd,
         cuda.logits_fwd_supports,
         limits=f"bfloat16 or float8_e4m3fn; {_LIMITS}",
+        portable=cuda.logits_fwd_supports,
     ),
 )
 LOGITS_BWD = Pass("indexer_logits_bwd", xla.indexer_logits_bwd, shardable="b t")
@@ -49,6 +50,7 @@ TOPK_FWD = Pass(
         cuda.topk_fwd_supports,
         limits=f"bfloat16 or float8_e4m3fn; {_LIMITS}; top_k <= {MAX_SELECTED}; candidates: up to "
         f"{cuda.MAX_CANDIDATE_BLOCKS} blocks of keys",
+        portable=cuda.topk_fwd_supports,
     ),
 )
 TOPK_BWD = Pass(
@@ -60,6 +62,7 @@ TOPK_BWD = Pass(
         cuda.indexer_topk_bwd,
         cuda.topk_bwd_supports,
         limits=f"bfloat16; {_LIMITS}; K <= {cuda.MAX_SLOTS}",
+        portable=cuda.topk_bwd_supports,
     ),
 )
 SELECTED_FWD = Pass(

@@ -39,6 +39,7 @@ BLOCK_FWD = Pass(
             f"bfloat16 or float8_e4m3fn; {_LIMITS}; up to {cuda.MAX_BLOCKS} blocks, with per_head "
             f"of {cuda.MIN_BLOCK_SIZE} keys or more"
         ),
+        portable=cuda.block_topk_fwd_supports,
     ),
 )
 BLOCK_BWD = Pass(
@@ -50,6 +51,7 @@ BLOCK_BWD = Pass(
         cuda.indexer_block_topk_bwd,
         cuda.block_topk_bwd_supports,
         limits=f"bfloat16; {_LIMITS}; K <= {cuda.MAX_SLOTS}",
+        portable=cuda.block_topk_bwd_supports,
     ),
 )
 

@@ -49,6 +49,7 @@ DENSE_FWD = Pass(
         cuda.dense_fwd_supports,
         limits=f"block_size 1; bfloat16; D {either(cuda.DIMS)}; C {either(cuda.CHANNELS)}; "
         f"J to {cuda.MAX_INDEX_HEADS}",
+        portable=cuda.dense_fwd_supports,
     ),
 )
 

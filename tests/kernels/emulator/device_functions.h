@@ -162,6 +162,7 @@ inline unsigned __funnelshift_l(unsigned low, unsigned high, unsigned shift) {
 }
 inline int __popc(unsigned x) { return __builtin_popcount(x); }
 inline int __ffs(unsigned x) { return __builtin_ffs(x); }
+inline int __ffsll(long long x) { return __builtin_ffsll(x); }
 inline int __clz(unsigned x) { return x ? __builtin_clz(x) : 32; }
 
 template <typename T>

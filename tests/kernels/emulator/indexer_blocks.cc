@@ -1,5 +1,6 @@
 // The indexer's selection of blocks on the emulator.
 #include "indexer/block_launch.cuh"
+#include "indexer/block_max.cu"
 #include "indexer/block_topk.cu"
 #include "indexer/launch.cuh"
 #include "memory.h"
@@ -9,6 +10,10 @@ template cudaError_t jax_dsa::indexer::launch_block_channels<jax_dsa::IndexerDTy
     const BlockMaxParams&, bool, cudaStream_t);
 template cudaError_t jax_dsa::indexer::launch_block_channels<jax_dsa::IndexerDType::kE4M3>(
     const BlockMaxParams&, bool, cudaStream_t);
+
+cudaError_t jax_dsa::launch_block_max(const indexer::BlockMaxParams& p, cudaStream_t stream) {
+  return hopper::launch_block_max(p, stream);
+}
 
 // tests/kernels/emulator/indexer.cc runs the other variants.
 cudaError_t jax_dsa::launch_indexer_fwd(const IndexerFwdParams& p, cudaStream_t stream) {

@@ -1,4 +1,5 @@
 // The indexer inside candidate blocks on the emulator, against its kernels for all keys.
+#include "indexer/candidate_logits.cu"
 #include "indexer/candidates.cu"
 #include "indexer/launch.cuh"
 #include "memory.h"
@@ -32,6 +33,11 @@ cudaError_t launch_all_logits(const IndexerFwdParams& p) {
 }
 
 }  // namespace
+
+cudaError_t jax_dsa::launch_candidate_logits(const IndexerFwdParams& p,
+                                             const indexer::CandidateRows& x, cudaStream_t stream) {
+  return hopper::launch_candidate_logits(p, x, stream);
+}
 
 int main(int argc, char** argv) {
   int failures = 0;

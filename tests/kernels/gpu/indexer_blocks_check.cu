@@ -1,15 +1,14 @@
 // Tests the indexer's selection of blocks against the CPU, bit for bit, and times it.
 //   nvcc -std=c++20 -O3 -gencode arch=compute_90a,code=sm_90a -Icuda -Itests/kernels \
 //       -o indexer_blocks_check tests/kernels/gpu/indexer_blocks_check.cu \
-//       cuda/indexer/block_*.cu cuda/indexer/dispatch.cu cuda/indexer/fwd_*.cu \
-//       cuda/indexer/topk.cu cuda/topk/cluster.cu cuda/topk/dispatch.cu
+//       cuda/indexer/*.cu cuda/indexer/tiers.cc cuda/topk/cluster.cu cuda/topk/dispatch.cu
 //   ./indexer_blocks_check [test|small|bench]
 // Rates count the pairs of a query and a key that it sees.
 #include <string>
 
 #include "gpu/check.cuh"
 #include "gpu/random_bf16.cuh"
-#include "indexer/block_launch.cuh"
+#include "indexer/block_max.h"
 #include "problems/indexer_blocks_problem.h"
 
 namespace {
@@ -98,15 +97,12 @@ void bench(int64_t keys) {
                              [&] { return jax_dsa::launch_indexer_block_topk(p, nullptr); });
       printf("  %44s %.2f of the rate of the selection of keys\n", "", base / ms);
       // Only the scores of the blocks, for as many queries as fit.
-      jax_dsa::indexer::BlockMaxParams max = {p.logits, p.scores, blocks,
-                                              static_cast<int>(block == 64 ? 128 : block)};
+      jax_dsa::indexer::BlockMaxParams max = {p.logits, p.scores, blocks, static_cast<int>(block)};
       max.in.queries = p.capacity;
       const double part = flops * p.capacity / kQueries * (keys - kQueries + p.capacity / 2.) /
                           (keys - kQueries / 2.);
-      print("  only the scores of one chunk", part, [&] {
-        return dtype == kBF16 ? jax_dsa::indexer::launch_blocks_of<kBF16, 128>(max, block == 64, 0)
-                              : jax_dsa::indexer::launch_blocks_of<kE4M3, 128>(max, block == 64, 0);
-      });
+      print("  only the scores of one chunk", part,
+            [&] { return jax_dsa::launch_block_max(max, nullptr); });
     }
   }
   p.logits = keys_topk.logits, p.logits.dtype = kBF16, p.block_size = 128;

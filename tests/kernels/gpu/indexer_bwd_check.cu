@@ -1,6 +1,7 @@
 // Tests the indexer's backward kernels against float64 on the CPU, then times them.
 //   nvcc -std=c++20 -O3 -gencode arch=compute_90a,code=sm_90a -Icuda -Itests/kernels \
-//       -o indexer_bwd_check tests/kernels/gpu/indexer_bwd_check.cu cuda/indexer/bwd.cu
+//       -o indexer_bwd_check tests/kernels/gpu/indexer_bwd_check.cu \
+//       cuda/indexer/*.cu cuda/indexer/tiers.cc cuda/topk/cluster.cu cuda/topk/dispatch.cu
 //   ./indexer_bwd_check [test|small|bench|profile] [seed]
 // The reference makes the kernels' two roundings (g and w q to bf16). What remains is the float32
 // summation and the rounding of dq. Where a score is so close to 0 that its ReLU mask bit may be 0

@@ -1,8 +1,7 @@
 // Tests the indexer inside candidate blocks against its kernels for all keys, or times both.
 //   nvcc -std=c++20 -O3 -gencode arch=compute_90a,code=sm_90a -Icuda -Itests/kernels \
 //       -o indexer_candidates_check tests/kernels/gpu/indexer_candidates_check.cu \
-//       cuda/indexer/candidates.cu cuda/indexer/dispatch.cu cuda/indexer/fwd_bf16.cu \
-//       cuda/indexer/fwd_fp8.cu cuda/indexer/topk.cu cuda/topk/cluster.cu cuda/topk/dispatch.cu
+//       cuda/indexer/*.cu cuda/indexer/tiers.cc cuda/topk/cluster.cu cuda/topk/dispatch.cu
 //   ./indexer_candidates_check [test|small|bench] [seed]
 // `bench` draws 16384 candidate keys per query at random, or lets 64 neighbouring queries share
 // them.

@@ -1,7 +1,7 @@
 // Tests the indexer's forward kernels against a float64 reference and times them.
 //   nvcc -std=c++20 -O3 -gencode arch=compute_90a,code=sm_90a -Icuda -Itests/kernels \
-//       -o indexer_check tests/kernels/gpu/indexer_check.cu cuda/indexer/dispatch.cu \
-//       cuda/indexer/fwd_*.cu cuda/topk/cluster.cu cuda/topk/dispatch.cu
+//       -o indexer_check tests/kernels/gpu/indexer_check.cu cuda/indexer/*.cu \
+//       cuda/indexer/tiers.cc cuda/topk/cluster.cu cuda/topk/dispatch.cu
 //   ./indexer_check [test|small|bench|decode|profile] [seed]
 // `bench` times the kernels for many queries; `decode` times those for few and for many queries.
 // The reference runs on the GPU, for every element of small cases. The CPU checks some of it again.
@@ -313,6 +313,7 @@ int main(int argc, char** argv) {
   bench(
       {"bf16 T8192 S8192 J64 causal", kBF16, 1, 8192, 8192, 64, 128, kCausal, true, false, false});
   bench({"bf16 T8192 S8192 J64", kBF16, 1, 8192, 8192, 64, 128, kFull, true, false, false});
+  bench({"fp8 T8192 S8192 J64", kE4M3, 1, 8192, 8192, 64, 128, kFull, true, true, false});
   bench({"fp8 T8192 S8192 J64 causal", kE4M3, 1, 8192, 8192, 64, 128, kCausal, true, true, false});
   bench({"fp8 T4096 S131072 J64 causal", kE4M3, 1, 4096, 131072, 64, 128, kCausal, true, true,
          false});

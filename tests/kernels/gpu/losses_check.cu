@@ -1,7 +1,8 @@
 // Tests the kernels of the indexer's losses against float64 on the CPU, or times them.
 //   nvcc -std=c++20 -O3 -gencode arch=compute_90a,code=sm_90a -Icuda -Itests/kernels \
 //       -o losses_check tests/kernels/gpu/losses_check.cu cuda/losses/*.cu \
-//       cuda/indexer/dispatch.cu cuda/indexer/fwd_bf16.cu cuda/indexer/fwd_fp8.cu
+//       cuda/losses/tiers.cc cuda/indexer/*.cu cuda/indexer/tiers.cc cuda/topk/cluster.cu \
+//       cuda/topk/dispatch.cu
 //   ./losses_check [test|small|bench]
 // Rates of rows count the bytes of logits, teacher and gradient, 12 per slot. The rate of the copy
 // counts the bytes that it reads and writes. Rates of products count the flops of each pair of a

@@ -64,6 +64,15 @@ inline void unpack_e4m3(uint32_t packed, float (&x)[4]) {
   for (int i = 0; i < 4; ++i) x[i] = float_of_e4m3(packed >> (8 * i) & 0xff);
 }
 
+inline void unpack_e4m3_f16(uint32_t packed, uint32_t& low, uint32_t& high) {
+  const auto unscaled = [](uint32_t scaled) {
+    const float2 x = unpack_f16(scaled);
+    const auto value = [](float y) { return std::fabs(y) == 1.875f ? NAN : y * 256.f; };
+    return pack_f16(value(x.x), value(x.y));
+  };
+  low = unscaled(scaled_f16_of_e4m3<0>(packed)), high = unscaled(scaled_f16_of_e4m3<1>(packed));
+}
+
 inline uint32_t pack_e4m3(float a, float b, float c, float d) { return e4m3_of_floats(a, b, c, d); }
 
 // ---- operations on packed values ----------------------------------------------------------------

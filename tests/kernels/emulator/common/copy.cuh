@@ -230,6 +230,11 @@ inline void count_if(int* counter, bool is) {
   if (is) atomicAdd(counter, 1);
 }
 
+inline void red_add(float* to, float x, float y, bool valid) {
+  if (valid && reinterpret_cast<uintptr_t>(to) % 8) emulator::fail("a misaligned reduction");
+  if (valid) to[0] += x, to[1] += y;
+}
+
 inline void red_add(float* to, float x, float y, float z, float w, bool valid) {
   if (valid) to[0] += x, to[1] += y, to[2] += z, to[3] += w;
 }
