@@ -18,9 +18,11 @@ __device__ __forceinline__ void mbarrier_init(uint64_t* barrier, uint32_t arriva
 }
 
 // Makes initialized mbarriers visible to the async proxy and to the cluster. A CTA barrier must
-// still follow.
+// still follow. GPUs before sm_90 have neither.
 __device__ __forceinline__ void mbarrier_init_fence() {
+#if __CUDA_ARCH__ >= 900
   asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
+#endif
 }
 
 __device__ __forceinline__ void mbarrier_arrive(uint64_t* barrier) {
@@ -56,6 +58,7 @@ __device__ __forceinline__ void mbarrier_arrive_at(uint64_t* barrier, int rank) 
 
 // Waits until the phase with the given parity has completed.
 __device__ __forceinline__ void mbarrier_wait(uint64_t* barrier, uint32_t parity) {
+#if __CUDA_ARCH__ >= 900
   asm volatile(
       "{\n"
       ".reg .pred done;\n"
@@ -65,6 +68,17 @@ __device__ __forceinline__ void mbarrier_wait(uint64_t* barrier, uint32_t parity
       "}\n" ::"r"(smem_address(barrier)),
       "r"(parity)
       : "memory");
+#else
+  asm volatile(
+      "{\n"
+      ".reg .pred done;\n"
+      "wait:\n"
+      "mbarrier.test_wait.parity.shared::cta.b64 done, [%0], %1;\n"
+      "@!done bra wait;\n"
+      "}\n" ::"r"(smem_address(barrier)),
+      "r"(parity)
+      : "memory");
+#endif
 }
 
 // ---- named barriers and fences ------------------------------------------------------------------

@@ -319,9 +319,18 @@ __device__ __forceinline__ void red_add(float* to, float x, float y, float z, fl
 // Stores four matrices to shared memory. Lane l gives the address of row l % 8 of matrix l / 8.
 __device__ __forceinline__ void store_matrix_x4(uint32_t row, uint32_t a, uint32_t b, uint32_t c,
                                                 uint32_t d) {
+#if __CUDA_ARCH__ >= 900
   asm volatile("stmatrix.sync.aligned.m8n8.x4.shared.b16 [%0], {%1, %2, %3, %4};" ::"r"(row),
                "r"(a), "r"(b), "r"(c), "r"(d)
                : "memory");
+#else
+  const uint32_t x[4] = {a, b, c, d};
+  const int lane = threadIdx.x % 32;
+#pragma unroll
+  for (int i = 0; i < 4; ++i) {
+    store_shared_4(__shfl_sync(~0u, row, i * 8 + lane / 4) + lane % 4 * 4, x[i]);
+  }
+#endif
 }
 
 // Stores the transposed matrices: lane l gives the address of column l % 8 of matrix l / 8.

@@ -22,7 +22,9 @@ inline constexpr float kLazyMargin = 8.f * kLn2;
 
 template <typename S, int kD, int kR>
 struct alignas(1024) AttendShared {
-  Ring<S, kR, kNodeBytes<kD, kR>> ring;
+  using BlockRing =
+      typename S::template BlockRing<kR, kNodeBytes<kD, kR>, kRingBytes, AttendShared>;
+  BlockRing ring;
   uint8_t rotations[S::kWarps][RotationMatrices<kD>::kBytes];
   uint8_t zeros[RotationMatrices<kD>::kBytes];
 };
@@ -167,26 +169,24 @@ __device__ __forceinline__ void load_heads(const void* rows, const HeadTile& hea
 }
 
 template <typename S, int kD, int kR>
-__global__ void __launch_bounds__(S::kThreads, 1) attend_kernel(const __grid_constant__ Plan plan) {
+__global__ void __launch_bounds__(S::kThreads, 1)
+    attend_kernel(const __grid_constant__ typename S::template Call<Plan> plan) {
   auto& shared = dynamic_shared<AttendShared<S, kD, kR>>();
   const HTreeFwdParams& p = plan.p;
   const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
-  if (threadIdx.x == 0) {
-    shared.ring.init();
-    mbarrier_init_fence();
-  }
+  if (threadIdx.x == 0) shared.ring.init();
   clear_zeros(shared.zeros);
   __syncthreads();
 
-  RingPlace<Ring<S, kR, kNodeBytes<kD, kR>>::kStages> at;
+  auto at = shared.ring.begin(plan);
   if (warp >= S::kWarps) {
-    lower_registers<S::kProducerRegisters>();
+    S::start_producer();
     if (warp > S::kWarps) return;
     produce_all_layers<kD, kR>(plan, shared.ring, at);
     return;
   }
 
-  raise_registers<S::kRegisters>();
+  S::start_mma();
 
   uint32_t q[kD / 16][4];
   float o[kD / 8][4] = {};

@@ -6,7 +6,7 @@
 // if r = 8), and its gradients in registers. It loads the records of the visits, two ahead, with
 // their rotations. Warps work independently: each fetches the next work tile from an atomic
 // counter when it is done, and adds its result to the tree's gradients after the segments
-// before.
+// before. A CTA has as many warps as shared memory has space for, at most kNodeWarps.
 #pragma once
 
 #include "htree/bwd_plan.cuh"
@@ -24,14 +24,27 @@ struct alignas(128) NodesWarp {
   static constexpr int kTileBytes = kBwdTileRows<kR> * kD * 2;
   Buffer buffers[2];
   uint8_t keys[kTileBytes], values[kTileBytes];
-  uint64_t full[2], tile_full;
+  uint64_t full[2], tile_full;  // of bulk copies
 };
+
+// Starts to copy `kBytes` from global to shared memory, by all lanes of a warp.
+template <int kBytes>
+__device__ __forceinline__ void copy_by_warp(void* to, const uint8_t* from, uint64_t policy) {
+  const int lane = threadIdx.x % 32;
+  const uint32_t first = whole_sum(smem_address(to), lane * 16);
+#pragma unroll
+  for (int i = 0; i < kBytes; i += 512) {
+    if (i + 512 <= kBytes || lane < kBytes % 512 / 16) {
+      cp_async_16(first + i, from + i + lane * 16, true, policy);
+    }
+  }
+}
 template <int kD, int kR>
 struct alignas(1024) NodesShared {
   NodesWarp<kD, kR> warps[kNodeWarps];
 };
 
-template <int kD, int kR>
+template <bool kHopper, int kD, int kR>
 __global__ void __launch_bounds__(kNodeWarps * 32, 1)
     nodes_kernel(const __grid_constant__ BwdPlan x) {
   using R = Record<kD>;
@@ -40,12 +53,12 @@ __global__ void __launch_bounds__(kNodeWarps * 32, 1)
   const Plan& plan = x.plan;
   const int lane = threadIdx.x % 32, matrix = lane / 8;
   auto& shared = dynamic_shared<NodesShared<kD, kR>>().warps[threadIdx.x / 32];
-  if (lane == 0) {
+  if (kHopper && lane == 0) {
     for (auto& barrier : shared.full) mbarrier_init(&barrier, 1);
     mbarrier_init(&shared.tile_full, 1);
     mbarrier_init_fence();
   }
-  __syncthreads();
+  if constexpr (kHopper) __syncthreads();
 
   const float scale_log2 = plan.p.scale * kLog2E;
   const uint64_t keep = l2_policy_evict_last();
@@ -75,25 +88,43 @@ __global__ void __launch_bounds__(kNodeWarps * 32, 1)
 
     const auto load = [&](uint32_t record_and_rotation, RingPlace<2> to) {
       Buffer& buffer = shared.buffers[to.index];
-      mbarrier_arrive_expect(&shared.full[to.index], R::kBytes + sizeof(buffer.rotation));
-      bulk_load(buffer.record, records + int64_t{record_and_rotation & 0xffff} * R::kBytes,
-                R::kBytes, &shared.full[to.index], keep);
-      bulk_load(buffer.rotation,
-                reinterpret_cast<const uint8_t*>(plan.p.rotations) +
-                    int64_t{record_and_rotation >> 16} * sizeof(buffer.rotation),
-                sizeof(buffer.rotation), &shared.full[to.index], keep);
+      if constexpr (kHopper) {
+        mbarrier_arrive_expect(&shared.full[to.index], R::kBytes + sizeof(buffer.rotation));
+        bulk_load(buffer.record, records + int64_t{record_and_rotation & 0xffff} * R::kBytes,
+                  R::kBytes, &shared.full[to.index], keep);
+        bulk_load(buffer.rotation,
+                  reinterpret_cast<const uint8_t*>(plan.p.rotations) +
+                      int64_t{record_and_rotation >> 16} * sizeof(buffer.rotation),
+                  sizeof(buffer.rotation), &shared.full[to.index], keep);
+      } else {
+        copy_by_warp<R::kBytes>(buffer.record,
+                                records + int64_t{record_and_rotation & 0xffff} * R::kBytes, keep);
+        copy_by_warp<sizeof(buffer.rotation)>(
+            buffer.rotation,
+            reinterpret_cast<const uint8_t*>(plan.p.rotations) +
+                int64_t{record_and_rotation >> 16} * sizeof(buffer.rotation),
+            keep);
+      }
     };
-    if (lane == 0) {
+    if (!kHopper || lane == 0) {
       const uint8_t* const from = static_cast<const uint8_t*>(plan.p.tree) +
                                   block * kNodeBytes<kD, kR> + key_tile * sizeof(shared.keys);
-      mbarrier_arrive_expect(&shared.tile_full, 2 * sizeof(shared.keys));
-      bulk_load(shared.keys, from, sizeof(shared.keys), &shared.tile_full, keep);
-      bulk_load(shared.values, from + kNodeBytes<kD, kR> / 2, sizeof(shared.keys),
-                &shared.tile_full, keep);
+      if constexpr (kHopper) {
+        mbarrier_arrive_expect(&shared.tile_full, 2 * sizeof(shared.keys));
+        bulk_load(shared.keys, from, sizeof(shared.keys), &shared.tile_full, keep);
+        bulk_load(shared.values, from + kNodeBytes<kD, kR> / 2, sizeof(shared.keys),
+                  &shared.tile_full, keep);
+      } else {
+        copy_by_warp<sizeof(shared.keys)>(shared.keys, from, keep);
+        copy_by_warp<sizeof(shared.keys)>(shared.values, from + kNodeBytes<kD, kR> / 2, keep);
+      }
+      // Without bulk copies there is a group per record; the first includes keys and values.
       load(__ldg(&visits[0].record_and_rotation), at);
+      if constexpr (!kHopper) cp_async_commit();
       if (count > 1) load(__ldg(&visits[1].record_and_rotation), at + 1);
+      if constexpr (!kHopper) cp_async_commit();
     }
-    mbarrier_wait(&shared.tile_full, tile_parity);
+    if constexpr (kHopper) mbarrier_wait(&shared.tile_full, tile_parity);
     tile_parity ^= 1;
 
     float dk[kD / 8][4] = {}, dv[kD / 8][4] = {};
@@ -112,7 +143,12 @@ __global__ void __launch_bounds__(kNodeWarps * 32, 1)
       const uint32_t rotation = smem_address(buffer.rotation);
       const uint32_t keys = smem_address(shared.keys) + key_offset;
       const uint32_t values = smem_address(shared.values) + key_offset;
-      mbarrier_wait(&shared.full[at.index], at.parity);
+      if constexpr (kHopper) {
+        mbarrier_wait(&shared.full[at.index], at.parity);
+      } else {
+        cp_async_wait_group<1>();
+        __syncwarp();
+      }
 
       float s[2][4] = {}, dp[2][4] = {};  // [8 heads]
 #pragma unroll
@@ -180,14 +216,15 @@ __global__ void __launch_bounds__(kNodeWarps * 32, 1)
         mma_16<DType::kBF16>(dk[2 * j], ds, b[0], b[1]);
         mma_16<DType::kBF16>(dk[2 * j + 1], ds, b[2], b[3]);
       }
-      fence_async_proxy();
+      if constexpr (kHopper) fence_async_proxy();
       __syncwarp();
-      if (lane == 0 && i + 2 < count) load(next_record, at);
+      if ((!kHopper || lane == 0) && i + 2 < count) load(next_record, at);
+      if constexpr (!kHopper) cp_async_commit();
       at.advance();
     }
 
     uint32_t* const done = x.done + work_tile.list * int64_t{kBwdTilesPerBlock<kR>} + key_tile;
-    if (lane == 0 && work_tile.segment > 0) counter_wait(done, work_tile.segment);
+    if (lane == 0 && work_tile.segment > 0) counter_wait<kHopper>(done, work_tile.segment);
     __syncwarp();
     float* const to =
         x.gradients + (block * 2 * kR + key_tile * kRows + lane / 4) * kD + lane % 4 * 2;
@@ -206,7 +243,7 @@ __global__ void __launch_bounds__(kNodeWarps * 32, 1)
       }
     }
     __syncwarp();
-    if (lane == 0) counter_add(done);
+    if (lane == 0) counter_add<kHopper>(done);
   }
 }
 

@@ -16,9 +16,11 @@ namespace jax_dsa::htree {
 
 template <typename S, int kD, int kR>
 struct alignas(1024) QueriesShared {
-  using BlockRing = Ring<S, kR, kNodeBytes<kD, kR>, 128 * 1024>;
+  using BlockRing =
+      typename S::template BlockRing<kR, kNodeBytes<kD, kR>, 128 * 1024, QueriesShared>;
+  static constexpr int kPartRows = S::kHopper ? kR : kR < 16 ? kR : 16;
   BlockRing ring;
-  uint8_t keys[S::kWarps][(kR < 16 ? 16 : kR) * kD * 2];  // rotated keys of the warp's block
+  uint8_t keys[S::kWarps][(kPartRows < 16 ? 16 : kPartRows) * kD * 2];  // rotated keys of a part
   uint8_t rotations[S::kWarps][RotationLoader<kD>::kBytes];
   float2 base[S::kWarps][32];  // of the lane's two heads
   int exact[S::kWarps][32];    // see Record
@@ -45,28 +47,26 @@ __device__ __forceinline__ void rotate_sums(float (&x)[kD / 8][4], uint32_t rota
 
 template <typename S, int kD, int kR>
 __global__ void __launch_bounds__(S::kThreads, 1)
-    queries_kernel(const __grid_constant__ BwdPlan x) {
+    queries_kernel(const __grid_constant__ typename S::template Call<BwdPlan> x) {
   using Shared = QueriesShared<S, kD, kR>;
-  constexpr int kGroups = ceil_div(kR, 16);  // groups of 16 keys
+  constexpr int kPartRows = Shared::kPartRows, kParts = kR / kPartRows;
+  constexpr int kGroups = ceil_div(kPartRows, 16);  // groups of 16 keys
   auto& shared = dynamic_shared<Shared>();
   const Plan& plan = x.plan;
   const HTreeFwdParams& p = plan.p;
   const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
-  if (threadIdx.x == 0) {
-    shared.ring.init();
-    mbarrier_init_fence();
-  }
+  if (threadIdx.x == 0) shared.ring.init();
   __syncthreads();
 
-  RingPlace<Shared::BlockRing::kStages> at;
+  auto at = shared.ring.begin(x);
   if (warp >= S::kWarps) {
-    lower_registers<S::kProducerRegisters>();
+    S::start_producer();
     if (warp > S::kWarps) return;
     produce_all_layers<kD, kR>(plan, shared.ring, at);
     return;
   }
 
-  raise_registers<S::kRegisters>();
+  S::start_mma();
   const float scale_log2 = p.scale * kLog2E;
   const uint32_t rotated_keys = smem_address(shared.keys[warp]);
 
@@ -125,67 +125,75 @@ __global__ void __launch_bounds__(S::kThreads, 1)
         const int rows = left;
         left -= kR;
         const uint32_t rotation = kRotates ? rotations.next(layer ? left : left - 1) : 0;
-        const uint32_t values = block + kNodeBytes<kD, kR> / 2;
-        float s[kGroups * 2][4] = {}, dp[kGroups * 2][4] = {};  // [8 keys]
+        uint32_t masked = 0;
 #pragma unroll
-        for (int group = 0; group < kGroups; ++group) {
-          const uint32_t own = swizzled<kD>(group * 16 + lane % (kR < 16 ? kR : 16), lane / 16);
+        for (int part = 0; part < kParts; ++part) {
+          const uint32_t part_keys = block + part * kPartRows * kD * 2;
+          const uint32_t values = part_keys + kNodeBytes<kD, kR> / 2;
+          float s[kGroups * 2][4] = {}, dp[kGroups * 2][4] = {};  // [8 keys]
 #pragma unroll
-          for (int j = 0; j < kD / 32; ++j) {
-            uint32_t low[4], high[4], b[4];
-            load_matrix_x4(offset_chunks(block + own, j * 2), low);
-            load_matrix_x4(offset_chunks(block + own, (j + kD / 32) * 2), high);
-            if constexpr (kRotates) {
-              rotate<kD, true>(low, high, rotation, j);
-              const uint32_t to = rotated_keys + own;
-              store_matrix_x4(offset_chunks(to, j * 2), low[0], low[1], low[2], low[3]);
-              store_matrix_x4(offset_chunks(to, (j + kD / 32) * 2), high[0], high[1], high[2],
-                              high[3]);
-            }
-            mma_16<DType::kBF16>(s[2 * group], q[j], low[0], low[2]);
-            mma_16<DType::kBF16>(s[2 * group + 1], q[j], low[1], low[3]);
-            mma_16<DType::kBF16>(s[2 * group], q[j + kD / 32], high[0], high[2]);
-            mma_16<DType::kBF16>(s[2 * group + 1], q[j + kD / 32], high[1], high[3]);
+          for (int group = 0; group < kGroups; ++group) {
+            const uint32_t own =
+                swizzled<kD>(group * 16 + lane % (kPartRows < 16 ? kPartRows : 16), lane / 16);
 #pragma unroll
-            for (int half = 0; half < 2; ++half) {
-              load_matrix_x4(offset_chunks(values + own, (j + half * kD / 32) * 2), b);
-              mma_16<DType::kBF16>(dp[2 * group], dout[j + half * kD / 32], b[0], b[2]);
-              mma_16<DType::kBF16>(dp[2 * group + 1], dout[j + half * kD / 32], b[1], b[3]);
+            for (int j = 0; j < kD / 32; ++j) {
+              uint32_t low[4], high[4], b[4];
+              load_matrix_x4(offset_chunks(part_keys + own, j * 2), low);
+              load_matrix_x4(offset_chunks(part_keys + own, (j + kD / 32) * 2), high);
+              if constexpr (kRotates) {
+                rotate<kD, true>(low, high, rotation, j);
+                const uint32_t to = rotated_keys + own;
+                store_matrix_x4(offset_chunks(to, j * 2), low[0], low[1], low[2], low[3]);
+                store_matrix_x4(offset_chunks(to, (j + kD / 32) * 2), high[0], high[1], high[2],
+                                high[3]);
+              }
+              mma_16<DType::kBF16>(s[2 * group], q[j], low[0], low[2]);
+              mma_16<DType::kBF16>(s[2 * group + 1], q[j], low[1], low[3]);
+              mma_16<DType::kBF16>(s[2 * group], q[j + kD / 32], high[0], high[2]);
+              mma_16<DType::kBF16>(s[2 * group + 1], q[j + kD / 32], high[1], high[3]);
+#pragma unroll
+              for (int half = 0; half < 2; ++half) {
+                load_matrix_x4(offset_chunks(values + own, (j + half * kD / 32) * 2), b);
+                mma_16<DType::kBF16>(dp[2 * group], dout[j + half * kD / 32], b[0], b[2]);
+                mma_16<DType::kBF16>(dp[2 * group + 1], dout[j + half * kD / 32], b[1], b[3]);
+              }
             }
           }
-        }
-        const uint32_t masked = selected | (rows < kR ? ~0u << max(rows, 0) : 0);
-        ++mask;
-        selected = fetch();
-        float factor_log2 = scale_log2;
-        if (shared.exact[warp][lane]) {
-          factor_log2 = kLog2E;
-          const float2 base = shared.base[warp][lane];
+          if (part == 0) {
+            masked = selected | (rows < kR ? ~0u << max(rows, 0) : 0);
+            ++mask;
+            selected = fetch();
+          }
+          float factor_log2 = scale_log2;
+          if (shared.exact[warp][lane]) {
+            factor_log2 = kLog2E;
+            const float2 base = shared.base[warp][lane];
 #pragma unroll
-          for (int i = 0; i < kR / 8; ++i) {
+            for (int i = 0; i < kPartRows / 8; ++i) {
+#pragma unroll
+              for (int j = 0; j < 4; ++j) {
+                s[i][j] = __fmul_rn(s[i][j], p.scale) - (j / 2 ? base.y : base.x);
+              }
+            }
+          }
+          float ds[kPartRows / 8][4];
+#pragma unroll
+          for (int i = 0; i < kPartRows / 8; ++i) {
 #pragma unroll
             for (int j = 0; j < 4; ++j) {
-              s[i][j] = __fmul_rn(s[i][j], p.scale) - (j / 2 ? base.y : base.x);
+              const int key = part * kPartRows + i * 8 + lane % 4 * 2 + j % 2;
+              const bool counts = !(masked >> key & 1) && lse[j / 2] < INFINITY;
+              const float prob = exp2_approx(fmaf(s[i][j], factor_log2, -lse[j / 2]));
+              ds[i][j] = counts ? prob * (dp[i][j] - delta[j / 2]) : 0.f;
             }
           }
-        }
-        float ds[kR / 8][4];
-#pragma unroll
-        for (int i = 0; i < kR / 8; ++i) {
-#pragma unroll
-          for (int j = 0; j < 4; ++j) {
-            const int key = i * 8 + lane % 4 * 2 + j % 2;
-            const bool counts = !(masked >> key & 1) && lse[j / 2] < INFINITY;
-            const float prob = exp2_approx(fmaf(s[i][j], factor_log2, -lse[j / 2]));
-            ds[i][j] = counts ? prob * (dp[i][j] - delta[j / 2]) : 0.f;
+          __syncwarp();  // rotated keys are in shared memory
+          const uint32_t keys = kRotates ? rotated_keys : part_keys;
+          if (rows < kR) {
+            multiply_values<kD, kPartRows, true>(dq, ds, keys, rows - part * kPartRows);
+          } else {
+            multiply_values<kD, kPartRows, false>(dq, ds, keys, kPartRows);
           }
-        }
-        __syncwarp();  // rotated keys are in shared memory
-        const uint32_t keys = kRotates ? rotated_keys : block;
-        if (rows < kR) {
-          multiply_values<kD, kR, true>(dq, ds, keys, rows);
-        } else {
-          multiply_values<kD, kR, false>(dq, ds, keys, kR);
         }
       });
     };

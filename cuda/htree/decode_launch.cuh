@@ -2,8 +2,8 @@
 #pragma once
 
 #include "common/error.h"
+#include "htree/chunks.cuh"
 #include "htree/decode.cuh"
-#include "htree/launch.cuh"
 
 namespace jax_dsa::htree {
 

@@ -6,6 +6,7 @@
 
 #include <cstdint>
 
+#include "common/device.h"
 #include "common/types.h"
 
 namespace jax_dsa {
@@ -130,6 +131,17 @@ cudaError_t launch_htree_build(const HTreeBuildParams& params, cudaStream_t stre
 cudaError_t launch_htree_fwd(const HTreeFwdParams& params, cudaStream_t stream);
 cudaError_t launch_htree_bwd(const HTreeBwdParams& params, cudaStream_t stream);
 cudaError_t launch_htree_decode(const HTreeDecodeParams& params, cudaStream_t stream);
+
+namespace hopper {
+cudaError_t launch_htree_fwd(const HTreeFwdParams& params, cudaStream_t stream);
+cudaError_t launch_htree_bwd(const HTreeBwdParams& params, cudaStream_t stream);
+}  // namespace hopper
+namespace portable {
+cudaError_t launch_htree_fwd(const HTreeFwdParams& params, const Device& device,
+                             cudaStream_t stream);
+cudaError_t launch_htree_bwd(const HTreeBwdParams& params, const Device& device,
+                             cudaStream_t stream);
+}  // namespace portable
 
 // Workspace bytes for processing `rows` rows, (query, KV head group) pairs, at a time.
 int64_t htree_fwd_workspace(const HTreeFwdParams& params, int64_t rows);

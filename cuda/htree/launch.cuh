@@ -1,131 +1,56 @@
-// The forward pass: workspace layout and launches.
+// The forward pass: launches. For as many queries at a time as the workspace has room for: layer
+// by layer scores, top-k and lists, then the attention.
 #pragma once
 
-#include <algorithm>
-
-#include "common/launch.cuh"
 #include "htree/attend.cuh"
-#include "htree/list.cuh"
+#include "htree/chunks.cuh"
 #include "htree/scores.cuh"
-#include "topk/topk.h"
 
 namespace jax_dsa::htree {
 
-// Hands out arrays from the workspace, one after another, each aligned to 256 bytes.
-struct WorkspaceAllocator {
-  char* next;
-  template <typename T>
-  void allocate(T*& array, int64_t elements) {
-    array = reinterpret_cast<T*>(next);
-    next += ceil_div(elements * int64_t{sizeof(T)}, int64_t{256}) * 256;
+template <typename S, int kD, int kR>
+cudaError_t launch_scores(const Plan& plan, int layer, int shared_bytes, cudaStream_t stream) {
+  const auto x = S::template prepare<ScoresShared<S, kD, kR>>(plan.shaped<S>(), shared_bytes);
+  if (x.call.ctas() > INT32_MAX) return cudaErrorInvalidValue;
+  return launch_blocks(scores_kernel<S, kD, kR>, x.call.ctas(), S::kThreads, x.shared_bytes, stream,
+                       x.call, layer);
+}
+
+template <typename S, int kD, int kR>
+cudaError_t launch_attend(const Plan& plan, int shared_bytes, cudaStream_t stream) {
+  const auto x = S::template prepare<AttendShared<S, kD, kR>>(plan.shaped<S>(), shared_bytes);
+  if (x.call.ctas() > INT32_MAX) return cudaErrorInvalidValue;
+  return launch_blocks(attend_kernel<S, kD, kR>, x.call.ctas(), S::kThreads, x.shared_bytes, stream,
+                       x.call);
+}
+
+// Runs the forward pass with CTAs that have these shapes and up to `shared_bytes` of shared memory.
+template <typename Scores, typename Attend>
+cudaError_t launch_fwd(const HTreeFwdParams& p, int shared_bytes, cudaStream_t stream) {
+  static_assert(kHTreeMaxGroupHeads == Attend::kWarps * kTileHeads);
+  if (p.batch == 0 || p.queries == 0 || p.heads == 0) return cudaSuccess;
+  if (p.groups <= 0 || p.heads % p.groups != 0 || p.heads / p.groups > kHTreeMaxGroupHeads ||
+      p.top_k < 1 || p.top_k > kHTreeMaxTopK ||
+      (p.compression != 8 && p.compression != 16 && p.compression != 32)) {
+    return cudaErrorInvalidValue;
   }
-};
-
-// Assigns the chunk's arrays in the workspace; returns its size in bytes.
-inline int64_t assign_workspace(const HTreeFwdParams& p, int64_t layers, QueryChunk& chunk) {
-  char* const start = static_cast<char*>(p.workspace);
-  WorkspaceAllocator workspace = {start};
-  if (layers < 2) return 0;
-  chunk.width = p.compression * p.top_k;
-  workspace.allocate(chunk.importance, chunk.rows * chunk.width);
-  workspace.allocate(chunk.ends, chunk.rows);
-  workspace.allocate(chunk.ordinals, chunk.rows * (p.top_k - 1));
-  workspace.allocate(chunk.nodes, chunk.rows * p.top_k * (layers - 1));
-  workspace.allocate(chunk.masks, chunk.rows * p.top_k * (layers - 1));
-  return workspace.next - start;
-}
-
-// Returns the plan without a chunk.
-inline Plan make_plan(const HTreeFwdParams& p) {
-  Plan plan = {};
-  plan.p = p;
-  plan.layers = htree_layers(p.tokens, p.compression, p.top_k);
-  plan.group_heads = static_cast<int>(p.heads / p.groups);
-  plan.head_tiles = ceil_div(plan.group_heads, kTileHeads);
-  return plan;
-}
-
-// Queries first_query to first_query + queries - 1 of `batch_entries` batch entries.
-struct ChunkRange {
-  int64_t first_batch, batch_entries, first_query, queries;
-};
-inline void set_range(Plan& plan, const ChunkRange& of) {
-  QueryChunk& chunk = plan.chunk;
-  chunk.first_batch = static_cast<int>(of.first_batch);
-  chunk.batch = static_cast<int>(of.batch_entries);
-  chunk.first_query = of.first_query;
-  chunk.queries = of.queries;
-  chunk.rows = of.batch_entries * plan.p.groups * of.queries;
-}
-inline void set_chunk(Plan& plan, const ChunkRange& of) {
-  set_range(plan, of);
-  assign_workspace(plan.p, plan.layers.count, plan.chunk);
-}
-
-// Calls run(range) for all queries, as many at a time as fit into the workspace by bytes(range):
-// whole batch entries if one fits, otherwise some of the queries of one. The latter are whole
-// waves of CTAs unless the last wave is nearly full.
-template <typename Bytes, typename Run>
-cudaError_t for_chunks(const HTreeFwdParams& p, int tile_queries, Bytes bytes, Run run) {
-  const auto range_of = [&](int64_t fit) {  // fit: number of queries
-    const int64_t entries = std::max<int64_t>(fit / p.queries, 1);
-    return ChunkRange{0, std::min(entries, p.batch), 0, std::min(fit, p.queries)};
+  Plan plan = make_plan(p);
+  const auto bytes = [&](const ChunkRange& of) {
+    return htree_fwd_workspace(p, of.batch_entries * of.queries * p.groups);
   };
-  int64_t fit = p.batch * p.queries;
-  while (fit > 1 && bytes(range_of(fit)) > p.workspace_bytes) fit -= ceil_div(fit, int64_t{64});
-  ChunkRange chunk = range_of(fit);
-  if (bytes(chunk) > p.workspace_bytes) return cudaErrorInvalidValue;
-  Device device;
-  DSA_RETURN_IF_CUDA_ERROR(current_device(&device));
-  if (chunk.queries < p.queries) {
-    const int64_t wave = std::max<int64_t>(device.num_sms / p.groups, 1) * tile_queries;
-    const int64_t rest = chunk.queries % wave;
-    if (chunk.queries >= wave && rest * 8 < wave * 7) chunk.queries -= rest;
-  }
-  const ChunkRange most = chunk;
-  for (chunk.first_batch = 0; chunk.first_batch < p.batch;
-       chunk.first_batch += most.batch_entries) {
-    chunk.batch_entries = std::min(most.batch_entries, p.batch - chunk.first_batch);
-    for (chunk.first_query = 0; chunk.first_query < p.queries; chunk.first_query += most.queries) {
-      chunk.queries = std::min(most.queries, p.queries - chunk.first_query);
-      DSA_RETURN_IF_CUDA_ERROR(run(chunk));
+  const auto run = [&]<int kD, int kR>() -> cudaError_t {
+    if (plan.chunk.rows > INT32_MAX) return cudaErrorInvalidValue;
+    for (int layer = plan.layers.count - 1; layer > 0; --layer) {
+      DSA_RETURN_IF_CUDA_ERROR((launch_scores<Scores, kD, kR>(plan, layer, shared_bytes, stream)));
+      DSA_RETURN_IF_CUDA_ERROR(launch_best(plan, stream));
+      DSA_RETURN_IF_CUDA_ERROR(launch_list(plan, layer, false, stream));
     }
-  }
-  return cudaSuccess;
-}
-
-template <typename S, int kD, int kR>
-cudaError_t launch_scores(const Plan& plan, int layer, cudaStream_t stream) {
-  constexpr int kShared = sizeof(ScoresShared<S, kD, kR>);
-  static_assert(shared_memory_fits(1, kShared));
-  const Plan shaped = plan.shaped<S>();
-  if (shaped.ctas() > INT32_MAX) return cudaErrorInvalidValue;
-  return launch_blocks(scores_kernel<S, kD, kR>, shaped.ctas(), S::kThreads, kShared, stream,
-                       shaped, layer);
-}
-
-inline cudaError_t launch_best(const Plan& plan, cudaStream_t stream) {
-  TopkParams best = {};
-  best.logits = plan.chunk.importance, best.ends = plan.chunk.ends;
-  best.indices = plan.chunk.ordinals;
-  best.rows = plan.chunk.rows, best.size = plan.chunk.width, best.k = plan.p.top_k - 1;
-  return launch_topk(best, stream);
-}
-
-template <int kR, bool kGiven = false>
-cudaError_t launch_list(const Plan& plan, int layer, cudaStream_t stream) {
-  return launch_blocks(list_kernel<kR, kGiven>, plan.chunk.rows, kListThreads,
-                       static_cast<int>(plan.p.top_k) * 4, stream, plan, layer);
-}
-
-template <typename S, int kD, int kR>
-cudaError_t launch_attend(const Plan& plan, cudaStream_t stream) {
-  constexpr int kShared = sizeof(AttendShared<S, kD, kR>);
-  static_assert(shared_memory_fits(1, kShared));
-  const Plan shaped = plan.shaped<S>();
-  if (shaped.ctas() > INT32_MAX) return cudaErrorInvalidValue;
-  return launch_blocks(attend_kernel<S, kD, kR>, shaped.ctas(), S::kThreads, kShared, stream,
-                       shaped);
+    return launch_attend<Attend, kD, kR>(plan, shared_bytes, stream);
+  };
+  return for_chunks(p, Attend::kWarps / plan.head_tiles, bytes, [&](const ChunkRange& of) {
+    set_chunk(plan, of);
+    return with_dim_and_compression(p, run);
+  });
 }
 
 }  // namespace jax_dsa::htree

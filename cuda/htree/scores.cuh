@@ -24,7 +24,7 @@ namespace jax_dsa::htree {
 
 template <typename S, int kD, int kR>
 struct alignas(1024) ScoresShared {
-  using BlockRing = Ring<S, kR, kR * kD * 2, 96 * 1024>;
+  using BlockRing = typename S::template BlockRing<kR, kR * kD * 2, 96 * 1024, ScoresShared>;
   BlockRing ring;
   uint8_t rotations[S::kWarps][RotationMatrices<kD>::kBytes];
   uint8_t zeros[RotationMatrices<kD>::kBytes];
@@ -102,7 +102,7 @@ struct Column {
 
 template <typename S, int kD, int kR>
 __global__ void __launch_bounds__(S::kThreads, 1)
-    scores_kernel(const __grid_constant__ Plan plan, int layer) {
+    scores_kernel(const __grid_constant__ typename S::template Call<Plan> plan, int layer) {
   constexpr int kRowBytes = kD * 2, kColumns = kR / 4;
   auto& shared = dynamic_shared<ScoresShared<S, kD, kR>>();
   const HTreeFwdParams& p = plan.p;
@@ -120,16 +120,13 @@ __global__ void __launch_bounds__(S::kThreads, 1)
     load_16_now<0>(static_cast<const char*>(p.q) + from * kRowBytes + chunk * 16, has, x);
     store_shared_16(smem_address(shared.q[head_tile]) + swizzled<kD>(row, chunk), x);
   }
-  if (threadIdx.x == 0) {
-    shared.ring.init();
-    mbarrier_init_fence();
-  }
+  if (threadIdx.x == 0) shared.ring.init();
   clear_zeros(shared.zeros);
   __syncthreads();
 
-  RingPlace<ScoresShared<S, kD, kR>::BlockRing::kStages> at;
+  auto at = shared.ring.begin(plan);
   if (warp >= S::kWarps) {
-    lower_registers<S::kProducerRegisters>();
+    S::start_producer();
     if (warp > S::kWarps) return;
     const int64_t row = tile.row + min(lane, tile.queries - 1);
     const int64_t first = (tile.batch * p.groups + tile.group) * plan.layers.blocks;
@@ -140,7 +137,7 @@ __global__ void __launch_bounds__(S::kThreads, 1)
     return;
   }
 
-  raise_registers<S::kRegisters>();
+  S::start_mma();
   const int query = warp / head_tiles, head_tile = warp % head_tiles;
   const int position = tile.position(plan, query);
   const int n = candidates<kR>(plan, position, layer);

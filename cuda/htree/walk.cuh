@@ -26,16 +26,47 @@ namespace jax_dsa::htree {
 inline constexpr int kTileHeads = 16;  // query heads per head tile; a warp has one head tile
 inline constexpr int kRingBytes = 192 * 1024;
 
-// The shape of a CTA: number of MMA warps, registers per thread of theirs, and rows of blocks
-// per pipeline stage.
+template <typename S, int kR, int kBytes_, int kCapacity>
+struct Ring;
+
+// A launch of a kernel: its parameter, and its bytes of shared memory.
+template <typename Call>
+struct Prepared {
+  Call call;
+  int shared_bytes;
+};
+
+// The shape of a CTA on Hopper: number of MMA warps, registers per thread of theirs, and rows of
+// blocks per pipeline stage. portable_walk.cuh has that of other GPUs. A shape also decides how a
+// CTA gets its blocks, through the members below.
 template <int kWarps_, int kRegisters_, int kStageRows_>
 struct CtaShape {
+  static constexpr bool kHopper = true;
   static constexpr int kWarps = kWarps_;
   static constexpr int kThreads = (kWarps + 4) * 32;  // one more warpgroup, with the producer warp
   static constexpr int kRegisters = kRegisters_;
   static constexpr int kProducerRegisters = 32;
   static constexpr int kStageRows = kStageRows_;
   static_assert(kWarps % 4 == 0 && registers_fit(1, kWarps / 4, kRegisters, kProducerRegisters));
+
+  // The ring in the struct `Shared`, with stages of kCapacity bytes in all.
+  template <int kR, int kBytes, int kCapacity, typename Shared>
+  using BlockRing = Ring<CtaShape, kR, kBytes, kCapacity>;
+  // The parameter of a kernel that takes the plan `P`.
+  template <typename P>
+  using Call = P;
+
+  // Prepares the launch of a kernel with `Shared` in shared memory, of which a CTA can have
+  // `shared_bytes`.
+  template <typename Shared, typename P>
+  static Prepared<P> prepare(const P& plan, int) {
+    static_assert(shared_memory_fits(1, sizeof(Shared)));
+    return {plan, sizeof(Shared)};
+  }
+
+  // The warps of the two warpgroups call these first.
+  static __device__ __forceinline__ void start_producer() { lower_registers<kProducerRegisters>(); }
+  static __device__ __forceinline__ void start_mma() { raise_registers<kRegisters>(); }
 };
 // With 12 warps a CTA holds 12, 6, 4, 3, 2 or 1 queries of 1, 2, 3, 4, 6 or 12 head tiles each.
 using AttendShape = CtaShape<12, 160, 96>;
@@ -128,13 +159,15 @@ struct QueryTile {
 template <int kD, int kR>
 inline constexpr int kNodeBytes = kR * kD * 2 * 2;  // bytes of a block in memory: keys and values
 
-// The ring of pipeline stages that the producer fills. `kBytes_` is how much of each block it
-// loads.
-template <typename S, int kR, int kBytes_, int kCapacity = kRingBytes>
+// The ring of pipeline stages that the producer fills with bulk copies. `kBytes_` is how much of
+// each block it loads.
+template <typename S, int kR, int kBytes_, int kCapacity>
 struct alignas(1024) Ring {
   static constexpr int kBytes = kBytes_;
   static constexpr int kBlocks = S::kStageRows / kR;  // per stage
   static constexpr int kStages = kCapacity / (kBlocks * kBytes);
+  using Place = RingPlace<kStages>;
+  static constexpr bool kBulk = true;
   uint8_t blocks[kStages][kBlocks][kBytes];
   static constexpr int kLookahead = 32;
   // One mask per query: bit i says that the query takes block i of the stage, bit kBlocks that
@@ -148,7 +181,19 @@ struct alignas(1024) Ring {
       mbarrier_init(&full[i], 1);
       mbarrier_init(&free[i], S::kWarps);
     }
+    mbarrier_init_fence();
   }
+  template <typename Call>
+  static __device__ __forceinline__ Place begin(const Call&) {
+    return {};
+  }
+  __device__ __forceinline__ const uint8_t* block(int stage, int i) const {
+    return blocks[stage][i];
+  }
+
+  // Waits for the block numbers that were requested one stage ago.
+  static __device__ __forceinline__ void await_requests() { cp_async_wait(); }
+  static __device__ __forceinline__ void end_requests() {}
 };
 
 // A query's blocks of a layer: the children of the `count` nodes in `list`, or the first `count`
@@ -180,11 +225,11 @@ struct BlockList {
 //
 // The walk is a chain of dependent steps: find the least block number of all lanes, then advance
 // the lanes that have it. To keep memory latency out of the chain, block numbers come through
-// shared memory, where those for two stages are always requested ahead, and a lane reads the
-// number that it may need next before it knows whether it does. Numbers are relative to the
+// shared memory, where those for two stages or more are always requested ahead, and a lane reads
+// the number that it may need next before it knows whether it does. Numbers are relative to the
 // first block that is not a prefix block.
 template <typename Ring>
-__device__ void produce(Ring& ring, RingPlace<Ring::kStages>& at, const uint8_t* tree,
+__device__ void produce(Ring& ring, typename Ring::Place& at, const uint8_t* tree,
                         int64_t node_bytes, const BlockList& blocks_of) {
   constexpr int kBlocks = Ring::kBlocks, kLookahead = Ring::kLookahead;
   static_assert(kLookahead > 2 * kBlocks);
@@ -212,8 +257,9 @@ __device__ void produce(Ring& ring, RingPlace<Ring::kStages>& at, const uint8_t*
   ++next;
   int upcoming = read(), first = __reduce_min_sync(~0u, node);
   do {
-    cp_async_wait();  // for what was requested one stage ago
+    Ring::await_requests();
     request();
+    Ring::end_requests();
     int least[kBlocks], blocks = 0;
     uint32_t takes = 0;
 #pragma unroll
@@ -231,15 +277,19 @@ __device__ void produce(Ring& ring, RingPlace<Ring::kStages>& at, const uint8_t*
     mbarrier_wait(&ring.free[at.index], at.parity ^ 1);
     ring.takes[at.index][lane] = takes;
     __syncwarp();
-    if (lane == 0) {
-      mbarrier_arrive_expect(&ring.full[at.index], blocks * Ring::kBytes);
+    if constexpr (Ring::kBulk) {
+      if (lane == 0) {
+        mbarrier_arrive_expect(&ring.full[at.index], blocks * Ring::kBytes);
 #pragma unroll
-      for (int i = 0; i < kBlocks; ++i) {
-        if (i < blocks) {
-          bulk_load(ring.blocks[at.index][i], tree + least[i] * node_bytes, Ring::kBytes,
-                    &ring.full[at.index], keep);
+        for (int i = 0; i < kBlocks; ++i) {
+          if (i < blocks) {
+            bulk_load(ring.blocks[at.index][i], tree + least[i] * node_bytes, Ring::kBytes,
+                      &ring.full[at.index], keep);
+          }
         }
       }
+    } else {
+      ring.fill(at.index, tree, node_bytes, least, blocks, keep);
     }
     at.advance();
   } while (first != INT_MAX);
@@ -248,7 +298,7 @@ __device__ void produce(Ring& ring, RingPlace<Ring::kStages>& at, const uint8_t*
 // The producer warp's walk over all layers, from the top one down to the tokens.
 template <int kD, int kR, typename Ring>
 __device__ __forceinline__ void produce_all_layers(const Plan& plan, Ring& ring,
-                                                   RingPlace<Ring::kStages>& at) {
+                                                   typename Ring::Place& at) {
   const HTreeFwdParams& p = plan.p;
   const int lane = threadIdx.x % 32;
   const QueryTile tile(plan);
@@ -266,7 +316,7 @@ __device__ __forceinline__ void produce_all_layers(const Plan& plan, Ring& ring,
 // An MMA warp's walk over one layer. Calls take(address of the block in shared memory) for each
 // block that `query` takes, in order.
 template <typename Ring, typename Take>
-__device__ __forceinline__ void consume(Ring& ring, RingPlace<Ring::kStages>& at, int query,
+__device__ __forceinline__ void consume(Ring& ring, typename Ring::Place& at, int query,
                                         Take take) {
   constexpr uint32_t kLast = 1u << Ring::kBlocks;
   uint32_t takes;  // bit i: block i of the stage is still to be taken
@@ -277,7 +327,7 @@ __device__ __forceinline__ void consume(Ring& ring, RingPlace<Ring::kStages>& at
     while (takes & (kLast - 1)) {
       const int block = __ffs(takes) - 1;
       takes &= takes - 1;
-      take(smem_address(ring.blocks[at.index][block]));
+      take(smem_address(ring.block(at.index, block)));
     }
     __syncwarp();
     if (threadIdx.x % 32 == 0) mbarrier_arrive(&ring.free[at.index]);

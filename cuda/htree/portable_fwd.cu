@@ -1,0 +1,13 @@
+// Launcher of the portable forward pass.
+
+#include "htree/launch.cuh"
+#include "htree/portable_walk.cuh"
+
+namespace jax_dsa::portable {
+
+cudaError_t launch_htree_fwd(const HTreeFwdParams& p, const Device& device, cudaStream_t stream) {
+  using Shape = htree::PortableFwdShape;
+  return htree::launch_fwd<Shape, Shape>(p, device.shared_bytes, stream);
+}
+
+}  // namespace jax_dsa::portable
