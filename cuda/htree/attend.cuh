@@ -135,9 +135,11 @@ struct HeadTile {
   int64_t row;                 // within the chunk
   int64_t head;                // index of the first head in [B, T, N]
 
-  __device__ explicit HeadTile(const Plan& plan) {
+  // The CTA has the heads of its group from `first_head` on.
+  __device__ HeadTile(const Plan& plan, int first_head) {
     const QueryTile tile(plan);
-    const int warp = thread_index() / 32, first = warp % plan.head_tiles * kTileHeads;
+    const int warp = thread_index() / 32;
+    const int first = first_head + warp % plan.head_tiles * kTileHeads;
     query = warp / plan.head_tiles;
     position = tile.position(plan, query);
     const bool there = query < tile.queries;
@@ -196,7 +198,7 @@ __global__ void __launch_bounds__(S::kThreads, 1)
   // always selected, the others as the masks say.
   const auto attend = [&](int layer, auto selects) {
     constexpr bool kSelects = decltype(selects)::value;
-    const HeadTile tile(plan);
+    const HeadTile tile(plan, S::first_head(plan));
     const int n = candidates<kR>(plan, tile.position, layer);
     int left = n - kSelects;  // candidates from the next block on
     const int32_t* mask = nullptr;
@@ -266,7 +268,7 @@ __global__ void __launch_bounds__(S::kThreads, 1)
   for (int layer = plan.layers.count - 1; layer > 0; --layer) attend(layer, std::true_type());
   attend(0, std::false_type());
 
-  const HeadTile tile(plan);
+  const HeadTile tile(plan, S::first_head(plan));
 #pragma unroll
   for (int r = 0; r < 2; ++r) {
     float total = softmax.sum[r];

@@ -22,12 +22,14 @@ inline cudaError_t launch_restore(const BwdPlan& x, cudaStream_t stream) {
 
 template <typename S, int kD, int kR>
 cudaError_t launch_queries(const BwdPlan& x, int shared_bytes, cudaStream_t stream) {
-  BwdPlan shaped = x;
-  shaped.plan = x.plan.shaped<S>();
-  if (shaped.plan.ctas() > INT32_MAX) return cudaErrorInvalidValue;
-  const auto y = S::template prepare<QueriesShared<S, kD, kR>>(shaped, shared_bytes);
-  return launch_blocks(queries_kernel<S, kD, kR>, shaped.plan.ctas(), S::kThreads, y.shared_bytes,
-                       stream, y.call);
+  return x.plan.for_head_tiles<S>([&](const Plan& part, int first_head) {
+    BwdPlan shaped = x;
+    shaped.plan = part.shaped<S>();
+    if (shaped.plan.ctas() > INT32_MAX) return cudaErrorInvalidValue;
+    const auto y = S::template prepare<QueriesShared<S, kD, kR>>(shaped, shared_bytes, first_head);
+    return launch_blocks(queries_kernel<S, kD, kR>, shaped.plan.ctas(), S::kThreads, y.shared_bytes,
+                         stream, y.call);
+  });
 }
 
 template <bool kHopper, int kD, int kR>
@@ -53,7 +55,6 @@ cudaError_t launch_nodes(const BwdPlan& x, int shared_bytes, cudaStream_t stream
 // Runs the backward pass with CTAs of shape S for dQ and up to `shared_bytes` of shared memory.
 template <typename S>
 cudaError_t launch_bwd(const HTreeBwdParams& p, int shared_bytes, cudaStream_t stream) {
-  static_assert(kHTreeMaxBwdGroupHeads == S::kWarps * kTileHeads);
   const HTreeFwdParams& fwd = p.fwd;
   const int64_t heads = fwd.groups > 0 ? fwd.heads / fwd.groups : 0;
   if (fwd.groups <= 0 || fwd.heads % fwd.groups != 0 || heads > kHTreeMaxBwdGroupHeads ||
@@ -84,7 +85,8 @@ cudaError_t launch_bwd(const HTreeBwdParams& p, int shared_bytes, cudaStream_t s
       return launch_nodes<S::kHopper, kD, kR>(x, shared_bytes, stream);
     };
     if (fwd.batch * fwd.queries * fwd.heads > 0) {
-      DSA_RETURN_IF_CUDA_ERROR(for_chunks(fwd, S::kWarps / x.plan.head_tiles, needs, run));
+      DSA_RETURN_IF_CUDA_ERROR(
+          for_chunks(fwd, std::max(S::kWarps / x.plan.head_tiles, 1), needs, run));
     }
     return launch_spread(p, x, stream);
   });

@@ -73,15 +73,17 @@ __global__ void __launch_bounds__(S::kThreads, 1)
   uint32_t q[kD / 16][4], dout[kD / 16][4];
   float dq[kD / 8][4] = {}, lse[2], delta[2];
   {
-    const HeadTile tile(plan);
+    const HeadTile tile(plan, S::first_head(x));
     load_heads<kD>(x.dout, tile, dout);
 #pragma unroll
     for (int i = 0; i < kD / 16; ++i) {
 #pragma unroll
       for (int j = 0; j < 4; ++j) dout[i][j] = scaled_bf16(dout[i][j], x.first_factor);
     }
+    const int head_tiles = S::kHopper ? plan.head_tiles : ceil_div(plan.group_heads, kTileHeads);
+    const int head_tile = warp % plan.head_tiles + S::first_head(x) / kTileHeads;
     const uint8_t* const record =
-        x.records + (tile.row * plan.head_tiles + warp % plan.head_tiles) * Record<kD>::kBytes;
+        x.records + (tile.row * head_tiles + head_tile) * Record<kD>::kBytes;
 #pragma unroll
     for (int r = 0; r < 2; ++r) {
       const int head = lane / 4 + r * 8;
@@ -95,7 +97,7 @@ __global__ void __launch_bounds__(S::kThreads, 1)
   }
   RotationLoader<kD> rotations(p.rotations, shared.rotations[warp]);
   for (int layer = plan.layers.count - 1; layer >= 0; --layer) {
-    const HeadTile tile(plan);
+    const HeadTile tile(plan, S::first_head(x));
     const int n = candidates<kR>(plan, tile.position, layer);
     int left = layer ? n - 1 : n;  // candidates from the next block on
     const int32_t* mask = nullptr;
@@ -205,7 +207,7 @@ __global__ void __launch_bounds__(S::kThreads, 1)
     }
   }
 
-  const HeadTile tile(plan);
+  const HeadTile tile(plan, S::first_head(x));
 #pragma unroll
   for (int r = 0; r < 2; ++r) {
     const int head = lane / 4 + r * 8;

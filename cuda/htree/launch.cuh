@@ -10,7 +10,7 @@ namespace jax_dsa::htree {
 
 template <typename S, int kD, int kR>
 cudaError_t launch_scores(const Plan& plan, int layer, int shared_bytes, cudaStream_t stream) {
-  const auto x = S::template prepare<ScoresShared<S, kD, kR>>(plan.shaped<S>(), shared_bytes);
+  const auto x = S::template prepare<ScoresShared<S, kD, kR>>(plan.shaped<S>(), shared_bytes, 0);
   if (x.call.ctas() > INT32_MAX) return cudaErrorInvalidValue;
   return launch_blocks(scores_kernel<S, kD, kR>, x.call.ctas(), S::kThreads, x.shared_bytes, stream,
                        x.call, layer);
@@ -18,16 +18,19 @@ cudaError_t launch_scores(const Plan& plan, int layer, int shared_bytes, cudaStr
 
 template <typename S, int kD, int kR>
 cudaError_t launch_attend(const Plan& plan, int shared_bytes, cudaStream_t stream) {
-  const auto x = S::template prepare<AttendShared<S, kD, kR>>(plan.shaped<S>(), shared_bytes);
-  if (x.call.ctas() > INT32_MAX) return cudaErrorInvalidValue;
-  return launch_blocks(attend_kernel<S, kD, kR>, x.call.ctas(), S::kThreads, x.shared_bytes, stream,
-                       x.call);
+  return plan.for_head_tiles<S>([&](const Plan& part, int first_head) {
+    const auto x =
+        S::template prepare<AttendShared<S, kD, kR>>(part.shaped<S>(), shared_bytes, first_head);
+    if (x.call.ctas() > INT32_MAX) return cudaErrorInvalidValue;
+    return launch_blocks(attend_kernel<S, kD, kR>, x.call.ctas(), S::kThreads, x.shared_bytes,
+                         stream, x.call);
+  });
 }
 
 // Runs the forward pass with CTAs that have these shapes and up to `shared_bytes` of shared memory.
 template <typename Scores, typename Attend>
 cudaError_t launch_fwd(const HTreeFwdParams& p, int shared_bytes, cudaStream_t stream) {
-  static_assert(kHTreeMaxGroupHeads == Attend::kWarps * kTileHeads);
+  static_assert(kHTreeMaxGroupHeads <= Scores::kWarps * kTileHeads);
   if (p.batch == 0 || p.queries == 0 || p.heads == 0) return cudaSuccess;
   if (p.groups <= 0 || p.heads % p.groups != 0 || p.heads / p.groups > kHTreeMaxGroupHeads ||
       p.top_k < 1 || p.top_k > kHTreeMaxTopK ||
@@ -47,10 +50,11 @@ cudaError_t launch_fwd(const HTreeFwdParams& p, int shared_bytes, cudaStream_t s
     }
     return launch_attend<Attend, kD, kR>(plan, shared_bytes, stream);
   };
-  return for_chunks(p, Attend::kWarps / plan.head_tiles, bytes, [&](const ChunkRange& of) {
-    set_chunk(plan, of);
-    return with_dim_and_compression(p, run);
-  });
+  return for_chunks(p, std::max(Attend::kWarps / plan.head_tiles, 1), bytes,
+                    [&](const ChunkRange& of) {
+                      set_chunk(plan, of);
+                      return with_dim_and_compression(p, run);
+                    });
 }
 
 }  // namespace jax_dsa::htree

@@ -6,8 +6,8 @@
 namespace jax_dsa::portable {
 
 cudaError_t launch_htree_fwd(const HTreeFwdParams& p, const Device& device, cudaStream_t stream) {
-  using Shape = htree::PortableFwdShape;
-  return htree::launch_fwd<Shape, Shape>(p, device.shared_bytes, stream);
+  return htree::launch_fwd<htree::PortableScoresShape, htree::PortableAttendShape>(
+      p, device.shared_bytes, stream);
 }
 
 }  // namespace jax_dsa::portable

@@ -13,10 +13,11 @@
 
 namespace jax_dsa::htree {
 
-// A plan with the number of the ring's stages.
+// A plan with the number of the ring's stages. A query may have more head tiles than a CTA has
+// warps. Then a launch processes some of them, from head `first_head` of a group on.
 template <typename P>
 struct PortableCall : P {
-  int stages;
+  int stages, first_head;
 };
 
 template <typename S, int kR, int kBytes_, typename Shared>
@@ -37,23 +38,29 @@ struct PortableShape {
   template <typename P>
   using Call = PortableCall<P>;
 
+  template <typename P>
+  static __device__ __forceinline__ int first_head(const PortableCall<P>& call) {
+    return call.first_head;
+  }
   // Like CtaShape::prepare.
   template <typename Shared, typename P>
-  static Prepared<Call<P>> prepare(const P& plan, int shared_bytes) {
+  static Prepared<Call<P>> prepare(const P& plan, int shared_bytes, int first_head) {
     using R = typename Shared::BlockRing;
     constexpr int kShared = sizeof(Shared);
     static_assert(kShared + 2 * R::kStageBytes <= kMinSharedBytes);
     const int stages = std::min((shared_bytes - kShared) / R::kStageBytes, R::kMaxStages);
-    return {{plan, stages}, kShared + stages * R::kStageBytes};
+    return {{plan, stages, first_head}, kShared + stages * R::kStageBytes};
   }
 
   static __device__ __forceinline__ void start_producer() {}
   static __device__ __forceinline__ void start_mma() {}
 };
-// A query of up to 192 heads has 12 head tiles, and one of up to 128 heads, in the backward
-// pass, 8. With more MMA warps, outputs and queries would not fit into the registers.
-using PortableFwdShape = PortableShape<12, 48>;
-using PortableBwdShape = PortableShape<8, 32>;
+// The warps of a CTA are on four SM partitions with 16 Ki registers each. Hence 12 warps in all
+// have 168 registers per thread, and 8 have 255. Scores need all head tiles of a query in one CTA,
+// up to 12, and get by with the 128 registers of 13 warps.
+using PortableScoresShape = PortableShape<12, 48>;
+using PortableAttendShape = PortableShape<11, 48>;
+using PortableBwdShape = PortableShape<7, 32>;
 
 // Like RingPlace, with a number of stages that is known at run time.
 struct PortablePlace {
@@ -68,6 +75,7 @@ struct PortablePlace {
 
 template <typename S, int kR, int kBytes_, typename Shared>
 struct alignas(128) PortableRing {
+  static constexpr bool kBulk = false;
   static constexpr int kBytes = kBytes_;
   static constexpr int kBlocks = S::kStageRows / kR;  // per stage
   static constexpr int kStageBytes = kBlocks * kBytes;
@@ -102,7 +110,8 @@ struct alignas(128) PortableRing {
     cp_async_wait_group < kOpen<kMaxStages ? kOpen : kMaxStages>();
   }
   static __device__ __forceinline__ void end_requests() { cp_async_commit(); }
-  // Like Ring::fill.
+  // Fills a stage, after all lanes have written `takes`, with the blocks numbered least[0] to
+  // least[count - 1]. `tree` is block 0.
   __device__ __forceinline__ void fill(int stage, const uint8_t* tree, int64_t node_bytes,
                                        const int (&least)[kBlocks], int count, uint64_t policy) {
     const int lane = threadIdx.x % 32;
@@ -118,7 +127,6 @@ struct alignas(128) PortableRing {
       }
     }
     cp_async_arrive(&full[stage]);
-    __syncwarp();
     if (lane == 0) mbarrier_arrive(&full[stage]);
   }
 };

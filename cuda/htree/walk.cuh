@@ -14,6 +14,7 @@
 #include <climits>
 #include <cmath>
 
+#include "common/error.h"
 #include "common/launch.cuh"
 #include "common/mma.cuh"
 #include "common/ptx.cuh"
@@ -56,10 +57,16 @@ struct CtaShape {
   template <typename P>
   using Call = P;
 
+  // Returns the first head of the CTA in its group.
+  template <typename P>
+  static __device__ __forceinline__ int first_head(const P&) {
+    return 0;
+  }
+
   // Prepares the launch of a kernel with `Shared` in shared memory, of which a CTA can have
-  // `shared_bytes`.
+  // `shared_bytes`, for the heads of a group from `first_head` on.
   template <typename Shared, typename P>
-  static Prepared<P> prepare(const P& plan, int) {
+  static Prepared<P> prepare(const P& plan, int /*shared_bytes*/, int /*first_head*/) {
     static_assert(shared_memory_fits(1, sizeof(Shared)));
     return {plan, sizeof(Shared)};
   }
@@ -93,7 +100,7 @@ struct Plan {
   HTreeLayers layers;
   QueryChunk chunk;
   int group_heads;   // M, query heads per KV head group
-  int head_tiles;    // per query
+  int head_tiles;    // per query, of those that a launch processes
   int tile_queries;  // queries per CTA
   int query_tiles;   // per batch entry and KV head group
 
@@ -106,6 +113,17 @@ struct Plan {
     return plan;
   }
   int64_t ctas() const { return int64_t{query_tiles} * chunk.batch * p.groups; }
+  // Calls run(plan, first head) for as many head tiles at a time as a CTA of shape S has warps for.
+  template <typename S, typename Run>
+  cudaError_t for_head_tiles(Run run) const {
+    const int parts = ceil_div(head_tiles, S::kWarps);
+    Plan part = *this;
+    part.head_tiles = ceil_div(head_tiles, parts);
+    for (int i = 0; i < parts; ++i) {
+      DSA_RETURN_IF_CUDA_ERROR(run(part, i * part.head_tiles * kTileHeads));
+    }
+    return cudaSuccess;
+  }
 };
 
 // Returns how many candidates the query at `position` has in a layer.
