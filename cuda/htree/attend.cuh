@@ -196,19 +196,24 @@ __global__ void __launch_bounds__(S::kThreads, 1)
   RotationMatrices<kD> rotations(p.rotations, shared.rotations[warp], shared.zeros);
   // Attends to a layer. Above the tokens, selected nodes are masked: the last candidate is
   // always selected, the others as the masks say.
-  const auto attend = [&](int layer, auto selects) {
-    constexpr bool kSelects = decltype(selects)::value;
+  const auto attend = [&]<typename Selects>(int layer, Selects of_layer) {
+    bool selects;
+    if constexpr (std::is_same_v<Selects, bool>) {
+      selects = of_layer;
+    } else {
+      selects = Selects::value;
+    }
     const HeadTile tile(plan, S::first_head(plan));
     const int n = candidates<kR>(plan, tile.position, layer);
-    int left = n - kSelects;  // candidates from the next block on
+    int left = n - selects;  // candidates from the next block on
     const int32_t* mask = nullptr;
-    if constexpr (kSelects) {
+    if (selects) {
       mask = reinterpret_cast<const int32_t*>(plan.chunk.masks) +
              ((layer - 1) * plan.chunk.rows + tile.row) * p.top_k;
     }
     // The mask of the next block is loaded one block ahead.
     const auto fetch = [&] {
-      return kSelects ? static_cast<uint32_t>(load_now(mask, left >= 0, 0)) : 0;
+      return selects ? static_cast<uint32_t>(load_now(mask, left >= 0, 0)) : 0;
     };
     uint32_t selected = fetch();
     rotations.load(n - 1);
@@ -237,7 +242,7 @@ __global__ void __launch_bounds__(S::kThreads, 1)
           for (int i = 0; i < 4; ++i) low[i] = q[j][i], high[i] = q[j + kD / 32][i];
           if constexpr (kRotates) rotate_pairs(low, high, rotation, j);
         });
-        if constexpr (kRotates) rotation = rotations.next(left - !kSelects - kR);
+        if constexpr (kRotates) rotation = rotations.next(left - !selects - kR);
         const uint32_t masked = selected | (rows < kR ? ~0u << max(rows, 0) : 0);
         const uint32_t lane_masked = masked >> lane % 4 * 2;  // bit 0: this lane's first key
         ++mask;
@@ -265,8 +270,12 @@ __global__ void __launch_bounds__(S::kThreads, 1)
       walk(std::true_type());
     }
   };
-  for (int layer = plan.layers.count - 1; layer > 0; --layer) attend(layer, std::true_type());
-  attend(0, std::false_type());
+  if constexpr (S::kHopper) {
+    for (int layer = plan.layers.count - 1; layer > 0; --layer) attend(layer, std::true_type());
+    attend(0, std::false_type());
+  } else {
+    for (int layer = plan.layers.count - 1; layer >= 0; --layer) attend(layer, layer > 0);
+  }
 
   const HeadTile tile(plan, S::first_head(plan));
 #pragma unroll

@@ -88,17 +88,22 @@ __global__ void __launch_bounds__(kNodeWarps * 32, 1)
 
     const auto load = [&](uint32_t record_and_rotation, RingPlace<2> to) {
       Buffer& buffer = shared.buffers[to.index];
-      constexpr int kRotation = sizeof(buffer.rotation);
-      const uint8_t* const record = records + int64_t{record_and_rotation & 0xffff} * R::kBytes;
-      const uint8_t* const rotation = reinterpret_cast<const uint8_t*>(plan.p.rotations) +
-                                      int64_t{record_and_rotation >> 16} * kRotation;
       if constexpr (kHopper) {
-        mbarrier_arrive_expect(&shared.full[to.index], R::kBytes + kRotation);
-        bulk_load(buffer.record, record, R::kBytes, &shared.full[to.index], keep);
-        bulk_load(buffer.rotation, rotation, kRotation, &shared.full[to.index], keep);
+        mbarrier_arrive_expect(&shared.full[to.index], R::kBytes + sizeof(buffer.rotation));
+        bulk_load(buffer.record, records + int64_t{record_and_rotation & 0xffff} * R::kBytes,
+                  R::kBytes, &shared.full[to.index], keep);
+        bulk_load(buffer.rotation,
+                  reinterpret_cast<const uint8_t*>(plan.p.rotations) +
+                      int64_t{record_and_rotation >> 16} * sizeof(buffer.rotation),
+                  sizeof(buffer.rotation), &shared.full[to.index], keep);
       } else {
-        copy_by_warp<R::kBytes>(buffer.record, record, keep);
-        copy_by_warp<kRotation>(buffer.rotation, rotation, keep);
+        copy_by_warp<R::kBytes>(buffer.record,
+                                records + int64_t{record_and_rotation & 0xffff} * R::kBytes, keep);
+        copy_by_warp<sizeof(buffer.rotation)>(
+            buffer.rotation,
+            reinterpret_cast<const uint8_t*>(plan.p.rotations) +
+                int64_t{record_and_rotation >> 16} * sizeof(buffer.rotation),
+            keep);
       }
     };
     if (!kHopper || lane == 0) {

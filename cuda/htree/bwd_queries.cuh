@@ -80,10 +80,12 @@ __global__ void __launch_bounds__(S::kThreads, 1)
 #pragma unroll
       for (int j = 0; j < 4; ++j) dout[i][j] = scaled_bf16(dout[i][j], x.first_factor);
     }
-    const int head_tiles = S::kHopper ? plan.head_tiles : ceil_div(plan.group_heads, kTileHeads);
-    const int head_tile = warp % plan.head_tiles + S::first_head(x) / kTileHeads;
-    const uint8_t* const record =
-        x.records + (tile.row * head_tiles + head_tile) * Record<kD>::kBytes;
+    int64_t record_index = tile.row * plan.head_tiles + warp % plan.head_tiles;
+    if constexpr (!S::kHopper) {  // this launch may have some of the head tiles
+      record_index = tile.row * ceil_div(plan.group_heads, kTileHeads) +
+                     S::first_head(x) / kTileHeads + warp % plan.head_tiles;
+    }
+    const uint8_t* const record = x.records + record_index * Record<kD>::kBytes;
 #pragma unroll
     for (int r = 0; r < 2; ++r) {
       const int head = lane / 4 + r * 8;

@@ -6,9 +6,9 @@
 
 int main(int argc, char** argv) {
   const Launch launch = launch_on_device<portable::launch_htree_fwd, HTreeFwdParams>;
-  const auto cases = emulator::cases(argc, argv, kSmallCases,
-                                     {"two layers", "five layers, K 1", "blocks of 32", "192 heads",
-                                      "blocks of 8, 20 heads"});
+  const auto cases = emulator::cases(
+      argc, argv, kSmallCases,
+      {"two layers", "five layers, K 1", "blocks of 32", "192 heads", "blocks of 8, 20 heads"});
   emulator::on_gpus(argc, argv, cases, emulator::kPortableGpus, [&](const Case& c) {
     check(c, emulator::schedules(argc, argv, &c - kSmallCases), launch);
   });
