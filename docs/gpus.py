@@ -11,8 +11,6 @@ from jax_dsa.core.op import passes
 PAGE = Path(__file__).parent / "which.md"
 # The columns with portable kernels, and the least compute capability of their GPUs.
 PORTABLE = {"A100, A10, RTX 30": (8, 0), "L40S, RTX 40 and 50, B200": (8, 9)}
-# Passes whose portable kernels cover only some of the calls.
-PARTLY = {"htree_fwd": "kernel over a cache"}
 
 
 def table() -> str:
@@ -25,7 +23,7 @@ def table() -> str:
         cells = [f"`{p.name}`", "kernel"]
         for gpu in PORTABLE.values():
             has = p.kernel.portable is not None and gpu >= p.kernel.portable_since
-            cells.append(PARTLY.get(p.name, "kernel") if has else "XLA")
+            cells.append("kernel" if has else "XLA")
         rows.append(cells)
     return "".join(f"| {' | '.join(cells)} |\n" for cells in rows)
 

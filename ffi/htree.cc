@@ -205,9 +205,9 @@ ffi::Error htree_decode(cudaStream_t stream, BF16 q, BF16 k, BF16 v, S32 positio
   return launch_status(kOp, launch_htree_decode(params, stream));
 }
 
-DSA_FFI_HANDLER("jax_dsa.htree_bwd.v2", htree_bwd, kHopperOnly);
+DSA_FFI_HANDLER("jax_dsa.htree_bwd.v2", htree_bwd, kEveryGpu);
 DSA_FFI_HANDLER("jax_dsa.htree_decode.v2", htree_decode, kEveryGpu);
-DSA_FFI_HANDLER("jax_dsa.htree_fwd.v2", htree_fwd, kHopperOnly);
+DSA_FFI_HANDLER("jax_dsa.htree_fwd.v2", htree_fwd, kEveryGpu);
 
 }  // namespace
 }  // namespace jax_dsa

@@ -38,6 +38,18 @@ KERNELS = {
             "bwd_kernel<jax_dsa::DType::kBF16, jax_dsa::gated_pool::Few4, true>",
         )
     ],
+    "htree/attend.cuh": ["htree::attend_kernel<jax_dsa::htree::AttendShape, 128, 16>"],
+    "htree/bwd_lists.cuh": [
+        "htree::visit_kernel<16, true>",
+        "htree::count_kernel<256>",
+        "htree::schedule_kernel<1024>",
+    ],
+    "htree/bwd_nodes.cuh": ["htree::nodes_kernel<true, 128, 16>"],
+    "htree/bwd_pack.cuh": ["htree::pack_kernel<128>"],
+    "htree/bwd_queries.cuh": ["htree::queries_kernel<jax_dsa::htree::BwdShape, 128, 16>"],
+    "htree/bwd_spread.cuh": ["htree::spread_kernel<128, 16>"],
+    "htree/list.cuh": ["htree::list_kernel<16, false>"],
+    "htree/scores.cuh": ["htree::scores_kernel<jax_dsa::htree::ScoresShape, 128, 16>"],
     "indexer/block_max.cuh": [
         f"indexer::block_max_kernel<jax_dsa::indexer::BlockTraits<jax_dsa::IndexerDType::{of}>>"
         for of in ("kBF16, 128, 1", "kE4M3, 64, 2")

@@ -45,7 +45,12 @@ BWD = Pass(
     "htree_bwd",
     xla.htree_bwd,
     shardable="b t g",
-    kernel=Kernel(cuda.htree_bwd, cuda.bwd_supports, limits=f"{_LIMITS}; no cache"),
+    kernel=Kernel(
+        cuda.htree_bwd,
+        cuda.bwd_supports,
+        limits=f"{_LIMITS}; no cache",
+        portable=cuda.bwd_supports,
+    ),
 )
 BUILD_FWD = Pass("htree_build_fwd", xla.htree_build_fwd, shardable="b g")
 BUILD_BWD = Pass("htree_build_bwd", xla.htree_build_bwd, shardable="b g")

@@ -50,9 +50,7 @@ def supports(options: Options, x: Operands) -> str | None:
 
 def portable_supports(options: Options, x: Operands) -> str | None:
     """Returns None if the portable kernels can run this call, or the reason why they cannot."""
-    if options.capacity is None:
-        return "on GPUs other than Hopper it runs only over a cache"
-    if why := supports(options, x):
+    if (why := supports(options, x)) or options.capacity is None:
         return why
     needed = ffi.extension().htree_decode_shared_bytes(
         group_heads=x.q.shape[2] // x.k.shape[2],
