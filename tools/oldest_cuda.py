@@ -19,7 +19,8 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
 
-# One or more instances of each kernel template, by the header that defines it.
+# One or more instances of each kernel template, by the header that defines it. A key may have
+# several headers, separated by spaces.
 KERNELS = {
     "attn_dist/fwd.cuh": ["attn_dist::fwd_kernel<576>"],
     "fp8/matmul.cuh": ["fp8::matmul_kernel<jax_dsa::fp8::Traits<2, 2, 2, false>>"],
@@ -153,6 +154,20 @@ PORTABLE = {
     "gated_pool/pool.cuh": KERNELS["gated_pool/pool.cuh"],
     "masked_attention/portable_bwd.cuh": KERNELS["masked_attention/portable_bwd.cuh"],
     "masked_attention/portable_fwd.cuh": KERNELS["masked_attention/portable_fwd.cuh"],
+    **{
+        f"htree/{header}.cuh": KERNELS[f"htree/{header}.cuh"]
+        for header in ("bwd_lists", "bwd_pack", "bwd_spread", "list")
+    },
+    "htree/bwd_nodes.cuh": ["htree::nodes_kernel<false, 128, 16>"],
+    "htree/attend.cuh htree/portable_walk.cuh": [
+        "htree::attend_kernel<jax_dsa::htree::PortableAttendShape, 128, 16>"
+    ],
+    "htree/bwd_queries.cuh htree/portable_walk.cuh": [
+        "htree::queries_kernel<jax_dsa::htree::PortableBwdShape, 128, 32>"
+    ],
+    "htree/scores.cuh htree/portable_walk.cuh": [
+        "htree::scores_kernel<jax_dsa::htree::PortableScoresShape, 128, 16>"
+    ],
     "indexer/bwd_scale.cuh": KERNELS["indexer/bwd_scale.cuh"],
     "indexer/block_select.cuh": KERNELS["indexer/block_select.cuh"],
     "indexer/candidate_lists.cuh": KERNELS["indexer/candidate_lists.cuh"],
@@ -232,14 +247,14 @@ def oldest() -> str:
 
 
 def compile_kernels(
-    nvrtc: ctypes.CDLL, gpu: str, header: str, names: list[str], include: list[Path]
+    nvrtc: ctypes.CDLL, gpu: str, headers: str, names: list[str], include: list[Path]
 ) -> str:
-    """Compiles some kernels of a header; exits if that fails.
+    """Compiles some kernels of headers; exits if that fails.
 
     Args:
         nvrtc: The library.
         gpu: The architecture, as "sm_80".
-        header: The header, relative to cuda/.
+        headers: The headers, relative to cuda/, separated by spaces.
         names: The kernels in the namespace jax_dsa, with their template arguments.
         include: The folders to search for headers.
 
@@ -247,7 +262,7 @@ def compile_kernels(
         The compiler's messages.
     """
     program = ctypes.c_void_p()
-    source = f'#include "{header}"\n'.encode()
+    source = "".join(f'#include "{header}"\n' for header in headers.split()).encode()
     nvrtc.nvrtcCreateProgram(ctypes.byref(program), source, b"kernels.cu", 0, None, None)
     for name in names:
         nvrtc.nvrtcAddNameExpression(program, f"jax_dsa::{name}".encode())
@@ -260,7 +275,7 @@ def compile_kernels(
     nvrtc.nvrtcGetProgramLog(program, log)
     said = log.value.decode()
     if status != 0:
-        sys.exit(f"{header}: {said}")
+        sys.exit(f"{headers}: {said}")
     return said
 
 
@@ -290,11 +305,11 @@ def main() -> None:
     headers = [wheels / f"cuda_{package}" / "include" for package in ("runtime", "nvcc", "cccl")]
     device = [ROOT / "tools" / "nvrtc", ROOT / "cuda", *headers]
     for gpu, kernels in (("sm_90a", KERNELS), ("sm_80", PORTABLE)):
-        for header, names in kernels.items():
+        for headers_of, names in kernels.items():
             start = time.monotonic()
-            said = compile_kernels(nvrtc, gpu, header, names, device)
+            said = compile_kernels(nvrtc, gpu, headers_of, names, device)
             serialised = ", wgmma serialised" if "are serialized" in said else ""
-            print(f"{gpu} {header}: {time.monotonic() - start:.0f} s{serialised}", flush=True)
+            print(f"{gpu} {headers_of}: {time.monotonic() - start:.0f} s{serialised}", flush=True)
     parse_host_code(headers)
     print(f"CUDA {oldest()} compiles the kernels")
 

@@ -9,9 +9,6 @@
 
 namespace jax_dsa::htree {
 
-// Eight warps with 232 registers per thread: they hold queries, dO and dQ in registers.
-using BwdShape = CtaShape<8, 232, 64>;
-
 // Restores the selected nodes and masks from the selected ordinals.
 inline cudaError_t launch_restore(const BwdPlan& x, cudaStream_t stream) {
   for (int layer = x.plan.layers.count - 1; layer > 0; --layer) {

@@ -79,6 +79,8 @@ struct CtaShape {
 using AttendShape = CtaShape<12, 160, 96>;
 // Scores need fewer registers.
 using ScoresShape = CtaShape<16, 112, 64>;
+// For dQ: the warps hold queries, dO and dQ in registers.
+using BwdShape = CtaShape<8, 232, 64>;
 
 // A chunk of the queries that is processed at a time, and what the kernels leave for each other
 // about it. A row is a (batch entry, KV head group, query) of the chunk, in this order.
