@@ -1,12 +1,13 @@
 // Tests the backward kernels of hierarchical tree attention against float64 on the CPU, then
 // times them.
 //   nvcc -std=c++20 -O3 -gencode arch=compute_90a,code=sm_90a -Icuda -Itests/kernels \
-//       -o htree_bwd_check tests/kernels/gpu/htree_bwd_check.cu cuda/htree/build.cu \
-//       cuda/htree/bwd.cu cuda/htree/fwd.cu cuda/topk/cluster.cu cuda/topk/dispatch.cu
+//       -o htree_bwd_check tests/kernels/gpu/htree_bwd_check.cu cuda/htree/*.cu \
+//       cuda/htree/tiers.cc cuda/topk/cluster.cu cuda/topk/dispatch.cu
 //   ./htree_bwd_check [test|small|bench] [seed or T]
+// With JAX_DSA_TIER=portable the portable kernels run.
 // How to read the output of `test`: dq comes from the walk, dk and dv from the lists and the
 // nodes' kernel. All are wrong if the records are. `bench` times every kernel for two chunk
-// sizes and two CTA shapes.
+// sizes and two CTA shapes, and the portable kernels with the shared memory of every GPU.
 #include <cstdio>
 #include <cstdlib>
 #include <cstring>
@@ -15,6 +16,7 @@
 
 #include "gpu/htree_call.cuh"
 #include "htree/bwd_launch.cuh"
+#include "htree/portable_walk.cuh"
 #include "problems/htree_gradients.h"
 
 using namespace htree_problem;
@@ -79,7 +81,7 @@ bool run_case(const Case& c, uint64_t seed) {
 // ---- timing ------------------------------------------------------------------------------------
 
 template <typename S>
-void time_shape(const char* name, const HTreeBwdParams& p, int64_t queries) {
+void time_shape(const char* name, const HTreeBwdParams& p, int64_t queries, int shared_bytes) {
   htree::BwdPlan x = htree::make_bwd_plan(p);
   const auto pairs = count_pairs(p.fwd.queries, p.fwd.top_k, x.plan.layers.count);
   Timer all, restore, pack, dq, visits, nodes, spread;
@@ -87,17 +89,15 @@ void time_shape(const char* name, const HTreeBwdParams& p, int64_t queries) {
     for (int64_t first = 0; first < p.fwd.queries; first += queries) {
       htree::set_chunk(p, x, {0, 1, first, std::min(queries, p.fwd.queries - first)});
       all([&] {
-        restore([&] { return htree::launch_restore<16>(x, nullptr); });
-        pack([&] { return htree::launch_pack<128>(x, nullptr); });
-        dq([&] { return htree::launch_queries<S, 128, 16>(x, nullptr); });
-        visits([&] { return htree::launch_visits<16>(x, nullptr); });
-        nodes([&] { return htree::launch_nodes<128, 16>(x, nullptr); });
+        restore([&] { return htree::launch_restore(x, nullptr); });
+        pack([&] { return htree::launch_pack(x, nullptr); });
+        dq([&] { return htree::launch_queries<S, 128, 16>(x, shared_bytes, nullptr); });
+        visits([&] { return htree::launch_visits(x, nullptr); });
+        nodes([&] { return htree::launch_nodes<S::kHopper, 128, 16>(x, shared_bytes, nullptr); });
         return cudaSuccess;
       });
     }
-    all([&] {
-      return spread([&] { return htree::launch_spread<128, 16>(p, x, nullptr); }), cudaSuccess;
-    });
+    all([&] { return spread([&] { return htree::launch_spread(p, x, nullptr); }), cudaSuccess; });
     const float sum = all.total(), a = restore.total(), b = pack.total(), c = dq.total(),
                 d = visits.total(), e = nodes.total(), f = spread.total();
     if (run == 0) continue;
@@ -141,9 +141,13 @@ void bench(int64_t tokens) {
     printf("T %lld N16 G1 D128 r16 K512, %s: forward %.2f ms; %s bits in two runs\n",
            (long long)tokens, alike ? "neighbors alike" : "every query by itself", fwd,
            same ? "the same" : "DIFFERENT");
-    time_shape<htree::BwdShape>("8 warps", call.b, queries);
-    time_shape<htree::BwdShape>("8 warps", call.b, queries / 2);
-    time_shape<htree::CtaShape<8, 232, 32>>("8 warps, 32 rows", call.b, queries);
+    time_shape<htree::BwdShape>("8 warps", call.b, queries, kMaxSharedBytes);
+    time_shape<htree::BwdShape>("8 warps", call.b, queries / 2, kMaxSharedBytes);
+    time_shape<htree::CtaShape<8, 232, 32>>("8 warps, 32 rows", call.b, queries, kMaxSharedBytes);
+    for (const int kib : {227, 163, 99}) {
+      const std::string name = "portable, " + std::to_string(kib) + " KiB";
+      time_shape<htree::PortableBwdShape>(name.c_str(), call.b, queries, kib * 1024);
+    }
   }
 }
 

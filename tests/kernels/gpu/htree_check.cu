@@ -1,14 +1,16 @@
 // Tests the forward kernels of hierarchical tree attention against float64 on the CPU, then
 // times them.
 //   nvcc -std=c++20 -O3 -gencode arch=compute_90a,code=sm_90a -Icuda -Itests/kernels \
-//       -o htree_check tests/kernels/gpu/htree_check.cu cuda/htree/build.cu cuda/htree/fwd.cu \
+//       -o htree_check tests/kernels/gpu/htree_check.cu cuda/htree/*.cu cuda/htree/tiers.cc \
 //       cuda/topk/cluster.cu cuda/topk/dispatch.cu
 //   ./htree_check [test|small|bench|once|build] [seed or T]
+// With JAX_DSA_TIER=portable the portable kernels run.
 // How to read the output of `test`: a wrong tree explains all other errors. Then look at "gap"
 // (a candidate that was not selected is more important than a selected one: the scores are
 // wrong), "inexact" (top-k or lists are wrong) and "out" (the attention is wrong). `bench` times
 // every kernel for two chunk sizes, on queries that all select differently and on neighbors that
-// select the same. `build` times the build alone.
+// select the same; also the portable kernels, with the shared memory of every GPU. `build` times
+// the build alone.
 #include <cstdio>
 #include <cstdlib>
 #include <cstring>
@@ -17,6 +19,7 @@
 
 #include "gpu/htree_call.cuh"
 #include "htree/launch.cuh"
+#include "htree/portable_walk.cuh"
 #include "problems/htree_findings.h"
 
 using namespace jax_dsa;
@@ -104,9 +107,10 @@ double overlap(const htree::Plan& plan) {
   return gathered > 0 ? taken / gathered : 1;
 }
 
-// S is the shape of the CTAs that score, A of those that attend.
+// S is the shape of the CTAs that score, A of those that attend. They have up to `shared_bytes` of
+// shared memory.
 template <typename S, typename A>
-void time_shape(const char* name, const HTreeFwdParams& p, int64_t queries) {
+void time_shape(const char* name, const HTreeFwdParams& p, int64_t queries, int shared_bytes) {
   htree::Plan plan = htree::make_plan(p);
   Timer all, scores, best, list, attend;
   double shared = 1;
@@ -115,11 +119,12 @@ void time_shape(const char* name, const HTreeFwdParams& p, int64_t queries) {
       htree::set_chunk(plan, {0, 1, first, std::min(queries, p.queries - first)});
       all([&] {
         for (int layer = plan.layers.count - 1; layer > 0; --layer) {
-          scores([&] { return htree::launch_scores<S, 128, 16>(plan, layer, nullptr); });
+          scores(
+              [&] { return htree::launch_scores<S, 128, 16>(plan, layer, shared_bytes, nullptr); });
           best([&] { return htree::launch_best(plan, nullptr); });
-          list([&] { return htree::launch_list<16>(plan, layer, nullptr); });
+          list([&] { return htree::launch_list(plan, layer, false, nullptr); });
         }
-        attend([&] { return htree::launch_attend<A, 128, 16>(plan, nullptr); });
+        attend([&] { return htree::launch_attend<A, 128, 16>(plan, shared_bytes, nullptr); });
         return cudaSuccess;
       });
       if (run == 1 && first + queries >= p.queries && plan.layers.count > 1) {
@@ -164,8 +169,14 @@ void bench(int64_t tokens, const std::string& what) {
     printf(" %s\n", alike ? "neighbors alike" : "every query by itself");
     using htree::AttendShape;
     using Scores = htree::ScoresShape;
-    time_shape<Scores, AttendShape>("6336 queries", p, queries);
-    if (what != "once") time_shape<Scores, AttendShape>("12672 queries", p, 2 * queries);
+    time_shape<Scores, AttendShape>("6336 queries", p, queries, kMaxSharedBytes);
+    for (const int kib : {227, 163, 99}) {
+      const std::string name = "portable, " + std::to_string(kib) + " KiB";
+      time_shape<htree::PortableScoresShape, htree::PortableAttendShape>(name.c_str(), p, queries,
+                                                                         kib * 1024);
+    }
+    if (what == "once") continue;
+    time_shape<Scores, AttendShape>("12672 queries", p, 2 * queries, kMaxSharedBytes);
   }
 }
 
