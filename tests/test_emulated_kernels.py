@@ -22,6 +22,7 @@ every_program = pytest.mark.parametrize("program", PROGRAMS, ids=lambda p: p.ste
 # kernels of attn_dist, of decoding, of the forward passes of masked and sparse attention, and each
 # part of the warm-up loss.
 LONG = (
+    "htree_bwd_portable",
     "losses_dense_portable",
     "masked_attention_bwd_portable",
     "sparse_attention_bwd_portable",
