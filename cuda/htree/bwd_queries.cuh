@@ -132,6 +132,7 @@ __global__ void __launch_bounds__(S::kThreads, 1)
         uint32_t masked = 0;
 #pragma unroll
         for (int part = 0; part < kParts; ++part) {
+          if (kRotates && part > 0) __syncwarp();  // all lanes have read the part before
           const uint32_t part_keys = block + part * kPartRows * kD * 2;
           const uint32_t values = part_keys + kNodeBytes<kD, kR> / 2;
           float s[kGroups * 2][4] = {}, dp[kGroups * 2][4] = {};  // [8 keys]
