@@ -16,7 +16,7 @@ template <DType kType_, int kD_, int kE_>
 struct FwdTraits : MaskedFwdTraits<kType_, kD_, kE_> {
   using Base = MaskedFwdTraits<kType_, kD_, kE_>;
   using Rows = HeadRows;
-  using Extra = BoxRows<Base::kQueued, Base::kKeys>;
+  using Extra = KeyRows<Base::kQueued, Base::kKeys>;
   static constexpr int kConsumerRegisters = 216, kProducerRegisters = 72;
   static_assert(registers_fit(1, 2, kConsumerRegisters, kProducerRegisters));
 };
