@@ -76,6 +76,7 @@ __device__ void schedule_steps(const Params& p, const masked_attention::TileSche
     x.nonempty = keys > 0;
     if (!x.nonempty) push({x, 0, 0, false, true, true});
     find_rows(0);
+#pragma unroll 1
     for (int key = 0; key < keys; key += Tr::kKeys) {
       push({x, 0, key, true, key == 0, key + Tr::kKeys >= keys});
       find_rows(key + Tr::kKeys);
@@ -205,15 +206,17 @@ __device__ __forceinline__ void gather_rows(uint8_t (&to)[kBlocks][kKeys * 128],
 #pragma unroll 1
   for (int w = 0; w < kKeys / 32; ++w) {
     const uint32_t hidden = unseen[w] >> sub;
+    uint32_t row[8];
+#pragma unroll
+    for (int i = 0; i < 8; ++i) row[i] = static_cast<uint32_t>(rows[32 * w + 4 * i]);
 #pragma unroll
     for (int i = 0; i < 8; ++i) {
+      const char* const source = from + uint64_t{row[i]} * row_bytes;
       const int blocks = hidden >> 4 * i & 1 ? 0 : own_blocks;
-      const char* const row =
-          from + uint64_t{static_cast<uint32_t>(rows[32 * w + 4 * i])} * row_bytes;
       const uint32_t target = whole_sum(smem_address(to) + w * 4096, offset ^ i % 2 * 64) + i * 512;
 #pragma unroll
       for (int block = 0; block < kBlocks; ++block) {
-        cp_async_16(target + block * (kKeys * 128), row + block * 128, block < blocks, policy);
+        cp_async_16(target + block * (kKeys * 128), source + block * 128, block < blocks, policy);
       }
     }
   }
@@ -323,8 +326,8 @@ __device__ void build_key_bits(const Params& p, const TileLists& lists,
           uint32_t bits = 0;
 #pragma unroll 2
           for (int i = 0; i < queries; ++i) {
-            const bool sees_key = (sees >> i & 1) && row < __shfl_sync(~0u, end, i);
-            const uint32_t keys = __ballot_sync(~0u, sees_key);
+            const bool before_end = row < __shfl_sync(~0u, end, i);
+            const uint32_t keys = __ballot_sync(~0u, before_end && (sees >> i & 1));
             if (lane == i) bits = keys;
           }
           shared.bits[at][32 * r + lane][w] = bits;
