@@ -9,13 +9,6 @@
 
 namespace jax_dsa::sparse_attention {
 
-// Returns the base-2 logarithm of a power of two.
-__device__ __forceinline__ int log2_of(int n) {
-  int log = 0;
-  while (1 << log < n) ++log;
-  return log;
-}
-
 // The steps of a work tile. Divisions by the block size, a power of two, are shifts.
 template <int kKeys>
 struct Steps {
