@@ -102,27 +102,6 @@ struct TileLoader {
   }
 };
 
-// Begins the work tile whose first entry is in queue slot `slot`: loads Q once the former Q is
-// free. All lanes of the load warp call this.
-template <typename Tr, typename Shared, typename Loader>
-__device__ __forceinline__ void begin_work_tile(Shared& shared, const Loader& loader,
-                                                const WorkTile& work_tile, int slot,
-                                                uint32_t& q_parity) {
-  mbarrier_wait(&shared.q_free, q_parity);
-  q_parity ^= 1;
-  if (threadIdx.x % 32 == 0) {
-    shared.work_tile = work_tile;
-    if (work_tile.nonempty) {
-      mbarrier_arrive_expect(&shared.q_full, loader.query_bytes());
-    } else {
-      mbarrier_arrive(&shared.q_full);
-      // The consumers skip this queue entry, so arrive on their behalf.
-      mbarrier_arrive(&shared.tile_released[slot], 1 + Tr::kConsumerWarps);
-    }
-  }
-  if (work_tile.nonempty) loader.load_queries(work_tile);
-}
-
 // Load warp: issues the TMA loads. Keys that no query of a partial tile sees may hold anything, and
 // 0 * NaN is NaN, so this warp writes zeros to their rows of the operand that the loader names.
 template <typename Tr, typename Shared, typename Loader>
@@ -138,9 +117,21 @@ __device__ void load_tiles(Shared& shared, const Loader& loader) {
     const WorkTile& work_tile = x.work_tile;
     __syncwarp();
     if (x.first) {
-      begin_work_tile<Tr>(shared, loader, work_tile, place.index, q_parity);
+      mbarrier_wait(&shared.q_free, q_parity);
+      q_parity ^= 1;
+      if (leader) {
+        shared.work_tile = work_tile;
+        if (work_tile.nonempty) {
+          mbarrier_arrive_expect(&shared.q_full, loader.query_bytes());
+        } else {
+          mbarrier_arrive(&shared.q_full);
+          // The consumers skip this queue entry, so arrive on their behalf.
+          mbarrier_arrive(&shared.tile_released[place.index], 1 + Tr::kConsumerWarps);
+        }
+      }
       if (work_tile.done) return;
       if (!work_tile.nonempty) continue;
+      loader.load_queries(work_tile);
     }
     const int at = ring.index;
     mbarrier_wait(&shared.k_free[at], ring.parity);

@@ -237,12 +237,23 @@ __device__ void gather_steps(const Params& p, masked_attention::Shared<Tr>& shar
     const QueuedTile x = shared.queue[slot];
     const WorkTile& work_tile = x.work_tile;
     __syncwarp();
-    if (keys && x.first) {
-      masked_attention::begin_work_tile<Tr>(shared, loader, work_tile, slot, q_parity);
+    if (keys && x.first) {  // as in masked_attention::load_tiles, whose machine code must stay
+      mbarrier_wait(&shared.q_free, q_parity);
+      q_parity ^= 1;
+      if (leader) {
+        shared.work_tile = work_tile;
+        if (work_tile.nonempty) {
+          mbarrier_arrive_expect(&shared.q_full, loader.query_bytes());
+        } else {
+          mbarrier_arrive(&shared.q_full);
+          mbarrier_arrive(&shared.tile_released[slot], Tr::kConsumerWarps);
+        }
+      }
+      if (work_tile.nonempty) loader.load_queries(work_tile);
     }
     if (work_tile.done) return;
     if (!work_tile.nonempty) {
-      if (!keys && leader) mbarrier_arrive(&shared.tile_released[slot]);
+      if (leader) mbarrier_arrive(&shared.tile_released[slot]);
       continue;
     }
     mbarrier_wait(&shared.bits_built[slot], place.parity);
