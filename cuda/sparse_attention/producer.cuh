@@ -237,7 +237,9 @@ __device__ void gather_steps(const Params& p, masked_attention::Shared<Tr>& shar
     const QueuedTile x = shared.queue[slot];
     const WorkTile& work_tile = x.work_tile;
     __syncwarp();
-    if (keys && x.first) {  // as in masked_attention::load_tiles, whose machine code must stay
+    // The same as in masked_attention::load_tiles. A common function would change the registers of
+    // masked attention's load warp.
+    if (keys && x.first) {
       mbarrier_wait(&shared.q_free, q_parity);
       q_parity ^= 1;
       if (leader) {
