@@ -57,6 +57,16 @@ def test_block_sizes(size: int, kind: str, rng: np.random.Generator) -> None:
     compare(arrays, which, block_size=size, query_start=700, **TAIL)
 
 
+@pytest.mark.parametrize("size", [1, 4, 16])
+@pytest.mark.parametrize(("m", "slots"), [(12, 513), (1, 120)])
+def test_long_lists(m: int, slots: int, size: int, rng: np.random.Generator) -> None:
+    """Tables of blocks make the unions of distinct blocks, and sorting those of repeated ones."""
+    arrays = inputs(rng, t=62, s=3001, n=2 * m, g=2, d=256)
+    for kind, options in (("distinct", TAIL), ("distinct", FORCED), ("similar", TAIL)):
+        which = lists(rng, arrays, size, slots, kind)
+        compare(arrays, which, block_size=size, query_start=2900, **options)
+
+
 OPTIONS: dict[str, dict[str, Any]] = {
     "forced": FORCED,
     "tail": TAIL,

@@ -156,20 +156,21 @@ struct alignas(1024) Shared {
   [[no_unique_address]] typename Tr::Extra extra;
 };
 
-// Initializes the mbarriers. One thread calls this.
+// Initializes the mbarriers. One thread calls this. `full` arrivals announce K or V of a stage, and
+// `readers` warps of the producer read a queue slot.
 template <typename Tr>
-__device__ void init_barriers(Shared<Tr>& shared) {
+__device__ void init_barriers(Shared<Tr>& shared, int full = 1, int readers = 2) {
   mbarrier_init(&shared.q_full, 1);
   mbarrier_init(&shared.q_free, Tr::kConsumerWarps);
   for (int i = 0; i < Tr::kQueued; ++i) {
     mbarrier_init(&shared.tile_queued[i], 1);
     mbarrier_init(&shared.bits_built[i], 1);
-    mbarrier_init(&shared.tile_released[i], Tr::kConsumerWarps + 2);
+    mbarrier_init(&shared.tile_released[i], Tr::kConsumerWarps + readers);
   }
   for (int i = 0; i < Tr::kStages; ++i) {
-    mbarrier_init(&shared.k_full[i], 1);
+    mbarrier_init(&shared.k_full[i], full);
     mbarrier_init(&shared.k_free[i], Tr::kConsumerWarps);
-    mbarrier_init(&shared.v_full[i], 1);
+    mbarrier_init(&shared.v_full[i], full);
     mbarrier_init(&shared.cleared[i], 1);
     mbarrier_init(&shared.v_free[i], Tr::kConsumerWarps);
   }

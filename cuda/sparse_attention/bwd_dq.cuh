@@ -32,7 +32,7 @@ using DqCall = TileCall<SparseAttentionBwdParams>;
 
 template <int kQueued, int kKeys, int kBlocks>
 struct DqExtra {
-  int32_t rows[kQueued][kKeys];  // see BoxRows
+  int32_t rows[kQueued][kKeys];  // see KeyRows
   alignas(1024) uint8_t dout[kBlocks][kTileRows * 128];
 };
 
@@ -222,7 +222,7 @@ __global__ void __launch_bounds__(Tr::kThreads, 1)
   clear_shared(shared.q);
   clear_shared(shared.extra.dout);
   if (threadIdx.x == 0) {
-    masked_attention::init_barriers<Tr>(shared);
+    init_barriers<Tr>(p, shared);
     mbarrier_init_fence();
   }
   __syncthreads();

@@ -29,7 +29,7 @@ __global__ void __launch_bounds__(Tr::kThreads, 1)
   // Rows of the tile beyond its queries are never loaded.
   clear_shared(shared.q);
   if (threadIdx.x == 0) {
-    masked_attention::init_barriers<Tr>(shared);
+    init_barriers<Tr>(p, shared);
     mbarrier_init_fence();
   }
   __syncthreads();

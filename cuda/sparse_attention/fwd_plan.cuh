@@ -16,7 +16,10 @@ template <DType kType_, int kD_, int kE_>
 struct FwdTraits : MaskedFwdTraits<kType_, kD_, kE_> {
   using Base = MaskedFwdTraits<kType_, kD_, kE_>;
   using Rows = HeadRows;
-  using Extra = BoxRows<Base::kQueued, Base::kKeys>;
+  // Two more entries than in masked attention where they fit, because the first step of a work tile
+  // takes several lookups, one after the other.
+  static constexpr int kQueued = Base::kQueued + (kD_ == 192 ? 0 : 2);
+  using Extra = KeyRows<kQueued, Base::kKeys>;
   static constexpr int kConsumerRegisters = 216, kProducerRegisters = 72;
   static_assert(registers_fit(1, 2, kConsumerRegisters, kProducerRegisters));
 };

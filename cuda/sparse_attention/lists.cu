@@ -1,4 +1,5 @@
-// Makes the unions of the lists of neighbouring queries: sorts the blocks of all queries of a tile.
+// Makes the unions of the lists of neighbouring queries. The blocks of a tile's queries are entered
+// into a table of all blocks, or sorted if that is cheaper or if a query names a block twice.
 
 #include "common/launch.cuh"
 #include "sparse_attention/launch.h"
@@ -28,14 +29,16 @@ static_assert(kMaxTileQueries <= 128);
 
 struct UnionShared {
   int warp_sums[32];
-  SortedBlock blocks[1];  // `padded` of them
+  uint32_t repeated;      // whether a slot names a block that its query has named before
+  SortedBlock blocks[1];  // `padded` of them. A table has two words in place of each
 };
 
 // Each CTA makes the union of one tile. `padded` is a power of two, at least the tile's capacity
-// and the number of threads.
+// and the number of threads. If `table_shift` is not negative, the blocks are entered into tables
+// with a place for each 2^table_shift rows of k, one after the other.
 __global__ void __launch_bounds__(1024)
     union_kernel(const __grid_constant__ ListCall p, const __grid_constant__ TileLists lists,
-                 int padded) {
+                 int padded, int table_shift) {
   auto& shared = dynamic_shared<UnionShared>();
   SortedBlock* const blocks = shared.blocks;
   const ForcedBlocks forced(p);
@@ -45,19 +48,84 @@ __global__ void __launch_bounds__(1024)
   const int64_t batch = list / p.groups, group = list - batch * p.groups;
   const int64_t first_query = (index - list * lists.tiles) * lists.tile_queries;
 
-  for (int i = thread; i < padded; i += threads) {
-    SortedBlock x = {SortedBlock::kNone};
-    const int query = slots > 0 ? i / slots : 0, slot = i - query * slots;
-    if (i < lists.capacity && first_query + query < p.queries) {
-      const int64_t at = batch * p.queries + first_query + query;
-      const int64_t block = block_of(
-          p.lists, forced, p.lists.indices + (at * p.groups + group) * p.lists.slots, at, slot);
-      const int64_t row = first_key(p.lists, at) + block * p.lists.block_size;
-      if (block >= 0 && row >= 0 && row < key_end(p.lists, at, p.keys)) {
-        x = SortedBlock::of(row, query, slot >= p.lists.slots);
+  // Returns the block that a slot of a query names.
+  const auto named = [&](int query, int slot) -> SortedBlock {
+    if (first_query + query >= p.queries) return {SortedBlock::kNone};
+    const int64_t at = batch * p.queries + first_query + query;
+    const int64_t block = block_of(
+        p.lists, forced, p.lists.indices + (at * p.groups + group) * p.lists.slots, at, slot);
+    const int64_t row = first_key(p.lists, at) + block * p.lists.block_size;
+    if (block < 0 || row < 0 || row >= key_end(p.lists, at, p.keys)) return {SortedBlock::kNone};
+    return SortedBlock::of(row, query, slot >= p.lists.slots);
+  };
+
+  if (table_shift >= 0) {
+    auto* const table = reinterpret_cast<uint32_t*>(blocks);
+    const int places = 2 * padded / lists.words;
+    const int lane = thread % 32, warp = thread / 32, warps = threads / 32;
+    const int own_chunks = ceil_div(places, threads);  // of 32 places, consecutive ones of a warp
+    if (thread == 0) shared.repeated = 0;
+    int entries = 0;  // of the tables before
+    for (int64_t first = 0; first << table_shift < p.keys; first += places) {
+      for (int i = thread; i < 2 * padded; i += threads) table[i] = 0;
+      __syncthreads();
+      // Enters `count` slots of each query, from slot `begin` on.
+      const auto enter = [&](int begin, int count) {
+        for (int i = thread; i < count * lists.tile_queries; i += threads) {
+          const SortedBlock x = named(i / count, begin + i % count);
+          const int64_t place = (x.row() >> table_shift) - first;
+          if (!x.exists() || place < 0 || place >= places) continue;
+          const uint32_t bit = 1u << x.query() % 32;
+          const uint32_t before = atomicOr(&table[place * lists.words + x.query() / 32], bit);
+          if (!x.forced() && (before & bit)) atomicOr(&shared.repeated, 1u);
+        }
+        __syncthreads();
+      };
+      enter(0, p.lists.slots);
+      if (forced.count() > 0) enter(p.lists.slots, forced.count());
+      if (shared.repeated) break;
+      // Calls visit(place, exists, ballot of exists) for 32 places of the warp at a time.
+      const auto for_places = [&](auto visit) {
+#pragma unroll 1
+        for (int i = 0; i < own_chunks; ++i) {
+          const int place = (warp * own_chunks + i) * 32 + lane;
+          uint32_t any = 0;
+          for (int w = 0; place < places && w < lists.words; ++w) {
+            any |= table[place * lists.words + w];
+          }
+          visit(place, any != 0, __ballot_sync(~0u, any != 0));
+        }
+      };
+      int count = 0;
+      for_places([&](int, bool, uint32_t all) { count += __popc(all); });
+      if (lane == 0) shared.warp_sums[warp] = count;
+      __syncthreads();
+      int entry = entries;
+      for (int w = 0; w < warps; ++w) {
+        if (w < warp) entry += shared.warp_sums[w];
+        entries += shared.warp_sums[w];
       }
+      for_places([&](int place, bool exists, uint32_t all) {
+        const int64_t to = index * lists.capacity + entry + __popc(all & ((1u << lane) - 1));
+        entry += __popc(all);
+        if (!exists) return;
+        lists.rows[to] = static_cast<int>((first + place) << table_shift);
+        for (int w = 0; w < lists.words; ++w) {
+          lists.queries[to * lists.words + w] = table[place * lists.words + w];
+        }
+      });
+      __syncthreads();
     }
-    blocks[i] = x;
+    if (!shared.repeated) {
+      if (thread == 0) lists.counts[index] = entries;
+      return;
+    }
+  }
+
+  for (int i = thread; i < padded; i += threads) {
+    const int query = slots > 0 ? i / slots : 0;
+    blocks[i] =
+        i < lists.capacity ? named(query, i - query * slots) : SortedBlock{SortedBlock::kNone};
   }
   __syncthreads();
   for (int run = 2; run <= padded; run *= 2) {
@@ -118,7 +186,13 @@ cudaError_t make_unions(const ListCall& p, const TileLists& lists, cudaStream_t 
   while (padded < lists.capacity) padded *= 2;
   const int threads = std::min(padded, padded <= 512 ? 128 : 1024);
   const int bytes = static_cast<int>(sizeof(UnionShared) + padded * sizeof(SortedBlock));
-  return launch_blocks(union_kernel, tiles, threads, bytes, stream, p, lists, padded);
+  // A table costs a read of all lists and of its places. Sorting costs more per block, the more
+  // blocks there are: with 8192 of them it takes about ten times as long as one table.
+  const int shift = p.lists.starts ? 0 : log2_of(p.lists.block_size);
+  const int64_t tables = ceil_div(p.keys >> shift, int64_t{2 * padded / lists.words});
+  const bool use_tables = tables > 0 && tables <= padded / 1024;
+  return launch_blocks(union_kernel, tiles, threads, bytes, stream, p, lists, padded,
+                       use_tables ? shift : -1);
 }
 
 }  // namespace sparse_attention

@@ -15,6 +15,13 @@
 
 namespace jax_dsa::sparse_attention {
 
+// Returns the base-2 logarithm of a power of two.
+__host__ __device__ inline int log2_of(int n) {
+  int log = 0;
+  while (1 << log < n) ++log;
+  return log;
+}
+
 // The unions of all tiles of `tile_queries` consecutive queries of one batch entry and KV head.
 // Tile t of KV head g in batch entry b has the index (b * groups + g) * tiles + t. The entries of a
 // tile are in ascending order of rows of k. A block that one query names several times has an entry

@@ -21,9 +21,9 @@ struct TileCall : Params {
   int tile_queries;
 };
 
-// The first row of k of each box of the steps in the queue. A box has min(block_size, kKeys) rows.
+// The row of k of each key of the steps in the queue, or a row beyond the keys.
 template <int kQueued, int kKeys>
-struct BoxRows {
+struct KeyRows {
   int32_t rows[kQueued][kKeys];
 };
 

@@ -2,18 +2,12 @@
 // of one block, or several blocks.
 #pragma once
 
+#include "common/copy.cuh"
 #include "masked_attention/mask.cuh"
 #include "sparse_attention/lists.cuh"
 #include "sparse_attention/rows.cuh"
 
 namespace jax_dsa::sparse_attention {
-
-// Returns the base-2 logarithm of a power of two.
-__device__ __forceinline__ int log2_of(int n) {
-  int log = 0;
-  while (1 << log < n) ++log;
-  return log;
-}
 
 // The steps of a work tile. Divisions by the block size, a power of two, are shifts.
 template <int kKeys>
@@ -34,13 +28,12 @@ struct Steps {
     entries = __ldg(lists.counts + index);
   }
   __device__ int keys() const { return entries << block_shift; }  // of the union
-  __device__ int boxes() const { return kKeys >> box_shift; }     // of a step
-  // The entry of box i of the step that starts at key `key` of the union.
-  __device__ int entry(int key, int box) const { return (key + (box << box_shift)) >> block_shift; }
-  // Returns the row of k of a box, or `none` after the last entry.
-  __device__ int row(int key, int box, int none) const {
-    const int at = entry(key, box);
-    return at < entries ? __ldg(rows + at) + (key & ((1 << block_shift) - 1)) : none;
+  // The entry of key `key` of the union.
+  __device__ int entry(int key) const { return key >> block_shift; }
+  // Returns the row of k of key `key`, or a row from `none` on after the last entry.
+  __device__ int row(int key, int none) const {
+    const int at = entry(key);
+    return load_now(rows + at, at < entries, none) + (key & ((1 << block_shift) - 1));
   }
 };
 

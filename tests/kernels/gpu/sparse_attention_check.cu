@@ -8,7 +8,6 @@
 #include <cstdio>
 #include <cstdlib>
 #include <cstring>
-#include <set>
 #include <string>
 
 #include "gpu/check.cuh"
@@ -121,6 +120,10 @@ constexpr Bench kBenches[] = {
     {"T32768 16 blocks of 64, similar", 32768, 64, 4, 128, 128, 16, 64, true},
     {"T32768 16 blocks of 64, random", 32768, 64, 4, 128, 128, 16, 64, false},
     {"T32768 D192 E128 16 of 64, similar", 32768, 64, 4, 192, 128, 16, 64, true},
+    {"T8192 N24 D256 2048 of 1, similar", 8192, 24, 2, 256, 256, 2048, 1, true},
+    {"T32768 N24 D256 128 of 16, similar", 32768, 24, 2, 256, 256, 128, 16, true, true},
+    {"T32768 N24 D256 64 of 32, similar", 32768, 24, 2, 256, 256, 64, 32, true, true},
+    {"T32768 N24 D256 32 of 64, similar", 32768, 24, 2, 256, 256, 32, 64, true, true},
     {"T32768 N24 D256 512 of 4, similar", 32768, 24, 2, 256, 256, 512, 4, true, true},
     {"T32768 N24 D256 512 of 4, random", 32768, 24, 2, 256, 256, 512, 4, false, true},
 };
@@ -138,8 +141,9 @@ BenchLists make_lists(const Bench& b) {
   y.indices.resize(b.queries * stride);
   double lengths = 0, unions = 0;
   for (int g = 0; g < b.groups; ++g) {
-    ListMaker maker(b.slots, (b.queries + b.block_size - 1) / b.block_size, g + 1);
-    std::set<int32_t> neighbours;
+    const int blocks = (b.queries + b.block_size - 1) / b.block_size;
+    ListMaker maker(b.slots, blocks, g + 1);
+    std::vector<int> named(blocks, -1);  // by which neighbours last
     for (int t = 0; t < b.queries; ++t) {
       int32_t* const list = &y.indices[t * stride + g * b.slots];
       const int own = t / b.block_size;
@@ -153,11 +157,8 @@ BenchLists make_lists(const Bench& b) {
         if (list[i] < 0) continue;
         y.pairs += std::min(b.block_size, t + 1 - list[i] * b.block_size);
         lengths += 1;
-        neighbours.insert(list[i]);
-      }
-      if (t % kNeighbours == kNeighbours - 1 || t == b.queries - 1) {
-        unions += kNeighbours * double(neighbours.size());
-        neighbours.clear();
+        if (named[list[i]] != t / kNeighbours) unions += kNeighbours;
+        named[list[i]] = t / kNeighbours;
       }
     }
   }
