@@ -58,7 +58,7 @@ ffi::Error fp8_matmul(cudaStream_t stream, AnyBuffer a, F32 a_scale, AnyBuffer b
   return launch_status(kOp, launch_fp8_matmul(params, stream));
 }
 
-DSA_FFI_HANDLER("jax_dsa.fp8_matmul.v1", fp8_matmul, kHopperOnly);
+DSA_FFI_HANDLER("jax_dsa.fp8_matmul.v1", fp8_matmul, kEveryGpu);
 
 }  // namespace
 }  // namespace jax_dsa

@@ -1,6 +1,5 @@
-// Entry point of the FP8 matmul.
+// Launches the Hopper kernels of the FP8 matmul.
 
-#include "common/error.h"
 #include "fp8/matmul_launch.cuh"
 #include "fp8/matmul_plan.h"
 
@@ -45,21 +44,12 @@ cudaError_t launch_planned(const Fp8MatmulParams& p, const Plan& plan, cudaStrea
 }  // namespace
 }  // namespace fp8
 
-cudaError_t launch_fp8_matmul(const Fp8MatmulParams& p, cudaStream_t stream) {
-  if (p.batch == 0 || p.m == 0 || p.n == 0) return cudaSuccess;
+cudaError_t hopper::launch_fp8_matmul(const Fp8MatmulParams& p, const Device& device,
+                                      cudaStream_t stream) {
   if (p.k == 0) {
     const int64_t bytes = p.dtype == DType::kF32 ? 4 : 2;
     return clear(p.out, p.batch * p.m * p.n * bytes, stream);
   }
-  // TMA coordinates have 32 bits. The margin keeps the end of the last tile below 2^31 as well.
-  constexpr int64_t kMaxSize = INT32_MAX - 4096;
-  if (p.k % 16 != 0 || p.batch > kMaxSize || p.m > kMaxSize || p.n > kMaxSize || p.k > kMaxSize) {
-    return cudaErrorInvalidValue;
-  }
-  const int64_t tiles = ceil_div(p.m, int64_t{64}) * ceil_div(p.n, int64_t{fp8::kBColumns});
-  if (tiles > kMaxSize / 8 || p.batch * tiles > kMaxSize / 8) return cudaErrorInvalidValue;
-  Device device;
-  DSA_RETURN_IF_CUDA_ERROR(current_device(&device));
   const fp8::Plan plan = fp8::plan(p, device.num_sms);
   return p.b_scale_per_row ? fp8::launch_planned<true>(p, plan, stream)
                            : fp8::launch_planned<false>(p, plan, stream);

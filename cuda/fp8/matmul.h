@@ -5,6 +5,7 @@
 
 #include <cstdint>
 
+#include "common/device.h"
 #include "common/types.h"
 
 namespace jax_dsa {
@@ -25,5 +26,16 @@ struct Fp8MatmulParams {
 };
 
 cudaError_t launch_fp8_matmul(const Fp8MatmulParams& params, cudaStream_t stream);
+
+// The launchers of the two tiers. The product has elements, but k may be 0.
+namespace hopper {
+cudaError_t launch_fp8_matmul(const Fp8MatmulParams& params, const Device& device,
+                              cudaStream_t stream);
+}  // namespace hopper
+
+namespace portable {
+cudaError_t launch_fp8_matmul(const Fp8MatmulParams& params, const Device& device,
+                              cudaStream_t stream);
+}  // namespace portable
 
 }  // namespace jax_dsa

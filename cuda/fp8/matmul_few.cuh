@@ -72,11 +72,6 @@ __device__ void consume_split(const WorkTile& work_tile, Ring<Tr>& ring, float* 
   }
 }
 
-template <typename T>
-struct alignas(4 * sizeof(T)) Vector4 {
-  T x[4];
-};
-
 // Adds up the splits of this CTA's fraction of the work tile and stores the result. A thread
 // processes four columns at a time.
 template <typename Tr, typename T>

@@ -24,11 +24,10 @@
 #include "common/types.h"
 #include "common/wgmma.cuh"
 #include "fp8/matmul.h"
+#include "fp8/matmul_schedule.cuh"
 
 namespace jax_dsa::fp8 {
 
-inline constexpr int kBlockK = 128;    // elements of K in a stage; a row of codes has 128 bytes
-inline constexpr int kBColumns = 128;  // rows of b, columns of the product, that share a scale
 inline constexpr int kOutBoxBytes = 8 * 128;  // a TMA box of the product: 8 rows of 128 bytes
 
 // Template parameters:
@@ -84,13 +83,6 @@ struct alignas(1024) Ring {
     }
     mbarrier_init_fence();
   }
-};
-
-// A tile of the product, and the K blocks that this CTA adds up for it.
-struct WorkTile {
-  int batch;
-  int row, column;     // of the first element of the tile
-  int k_begin, k_end;  // range of K blocks
 };
 
 // ---- producer: codes ----------------------------------------------------------------------------

@@ -53,13 +53,13 @@ FWD = Pass(
     "fp8_linear_fwd",
     xla.fp8_linear_fwd,
     shardable=f"{SHARDED_ROWS} j",
-    kernel=Kernel(cuda.fp8_linear_fwd, cuda.supports, limits="any shape"),
+    kernel=Kernel(cuda.fp8_linear_fwd, cuda.supports, limits="any shape", portable=cuda.supports),
 )
 BWD = Pass(
     "fp8_linear_bwd",
     xla.fp8_linear_bwd,
     shardable=f"{SHARDED_ROWS} i j",
-    kernel=Kernel(cuda.fp8_linear_bwd, cuda.supports, limits="any shape"),
+    kernel=Kernel(cuda.fp8_linear_bwd, cuda.supports, limits="any shape", portable=cuda.supports),
 )
 
 

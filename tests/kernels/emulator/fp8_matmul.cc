@@ -1,29 +1,11 @@
-// Runs the kernels of the FP8 matmul on the emulator and compares with float64.
+// Runs the Hopper kernels of the FP8 matmul on the emulator and compares with float64.
 #include "fp8/matmul.cu"
-#include "problems/fp8_matmul_problem.h"
+//
+#include "fp8/portable_matmul.cu"
+#include "fp8/tiers.cc"
+#include "fp8_matmul_checks.h"
 
 namespace {
-
-using namespace fp8_matmul_problem;
-using namespace jax_dsa::fp8;
-
-int failures = 0;
-
-template <typename Launch>
-void run(const Case& c, const emulator::Options& options, Launch launch) {
-  const Problem x(c, options.seed);
-  std::vector<uint8_t> out(x.out_bytes() + kGuard, kPoison);
-  emulator::machine.options = options;
-  emulator::require(launch(
-      x.params(x.a.data(), x.a_scale.data(), x.b.data(), x.b_scale.data(), out.data()), nullptr));
-  const double error = x.error(out, 0);  // the emulator's products are exact
-  printf("%-4s %-24s %s %s seed %llu  %.2f of the allowed error\n", error <= 1 ? "ok" : "BAD",
-         c.name, options.late_wgmma ? "late wgmma, " : "early wgmma,",
-         options.late_copies ? "late copies, " : "early copies,", (unsigned long long)options.seed,
-         error);
-  fflush(stdout);
-  failures += !(error <= 1);
-}
 
 template <int kSplits, typename Tr>
 cudaError_t few_rows(const Fp8MatmulParams& p, cudaStream_t stream) {

@@ -1,9 +1,10 @@
 // Tests the kernels of the FP8 matmul against float64 on the CPU, and times all their variants.
 //   nvcc -std=c++20 -O3 -gencode arch=compute_90a,code=sm_90a -Icuda -Itests/kernels \
-//       -o fp8_matmul_check tests/kernels/gpu/fp8_matmul_check.cu cuda/fp8/matmul.cu
+//       -o fp8_matmul_check tests/kernels/gpu/fp8_matmul_check.cu cuda/fp8/matmul.cu \
+//       cuda/fp8/portable_matmul.cu cuda/fp8/tiers.cc
 //   ./fp8_matmul_check [test|small|bench|profile] [seed] [case]
 // `case` selects the cases whose names contain it. `bench` prints one line per shape and variant.
-// The variant `planned` is what launch_fp8_matmul chooses.
+// The variant `planned` is what launch_fp8_matmul chooses, and `portable` the kernel for every GPU.
 #include <unistd.h>
 
 #include <ctime>
@@ -38,9 +39,15 @@ Variant few_rows(const char* name, int k_splits) {
 const Variant kPlanned = {
     "planned", [](const Fp8MatmulParams& p) { return jax_dsa::launch_fp8_matmul(p, nullptr); }};
 
+const Variant kPortable = {"portable", [](const Fp8MatmulParams& p) {
+                             jax_dsa::Device device;
+                             CHECK(jax_dsa::current_device(&device));
+                             return jax_dsa::portable::launch_fp8_matmul(p, device, nullptr);
+                           }};
+
 template <bool kBScalePerRow>
 std::vector<Variant> variants_for_many_rows() {
-  std::vector<Variant> all = {kPlanned};
+  std::vector<Variant> all = {kPlanned, kPortable};
   if constexpr (!kBScalePerRow) {
     all.push_back(many_rows<Traits<2, 2, 2, false>>("256 x 128, pairs"));
     all.push_back(many_rows<Traits<2, 2, 1, false>>("256 x 128"));
@@ -52,7 +59,7 @@ std::vector<Variant> variants_for_many_rows() {
 }
 template <bool kBScalePerRow>
 std::vector<Variant> variants_for_few_rows(std::vector<int> all_splits) {
-  std::vector<Variant> all = {kPlanned};
+  std::vector<Variant> all = {kPlanned, kPortable};
   for (const int k_splits : all_splits) {
     all.push_back(few_rows<ThinTraits<16, 2, kBScalePerRow>>("16 rows", k_splits));
     all.push_back(few_rows<ThinTraits<16, 3, kBScalePerRow>>("16 rows, three CTAs", k_splits));
@@ -70,7 +77,7 @@ std::vector<Variant> variants(int64_t k_blocks) {
   for (int k_splits = 1; k_splits <= 8 && k_splits <= k_blocks; k_splits *= 2)
     all_splits.push_back(k_splits);
   for (const Variant& x : variants_for_few_rows<kBScalePerRow>(all_splits)) {
-    if (x.name != kPlanned.name) all.push_back(x);
+    if (x.name != kPlanned.name && x.name != kPortable.name) all.push_back(x);
   }
   return all;
 }
