@@ -22,10 +22,10 @@ ROOT = Path(__file__).resolve().parent.parent
 # One or more instances of each kernel template, by the header that defines it.
 KERNELS = {
     "attn_dist/fwd.cuh": ["attn_dist::fwd_kernel<576>"],
-    "fp8/matmul.cuh": ["fp8::matmul_kernel<jax_dsa::fp8::Traits<2, 2, 2, false>>"],
+    "fp8/matmul.cuh": ["fp8::matmul_kernel<jax_dsa::fp8::Traits<2, 2, 2>>"],
     "fp8/matmul_few.cuh": [
-        "fp8::few_kernel<jax_dsa::fp8::Traits<1, 2, 1, true>>",
-        "fp8::few_kernel<jax_dsa::fp8::ThinTraits<16, 3, false>>",
+        "fp8::few_kernel<jax_dsa::fp8::Traits<1, 2, 1>>",
+        "fp8::few_kernel<jax_dsa::fp8::ThinTraits<16, 3>>",
     ],
     "gated_pool/mean.cuh": [
         "gated_pool::mean_fwd_kernel<jax_dsa::DType::kBF16, 4, true>",

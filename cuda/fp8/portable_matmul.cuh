@@ -10,12 +10,12 @@
 // stages, also for the next work tile, while the warps multiply. Each K block has one barrier.
 //
 // Products. A warp holds its rows of a in registers, and multiplies them with 16 rows of b at a
-// time over the whole K block. The accumulators of such a product are then multiplied by both
+// time over the whole K block. The accumulators of such a product are then multiplied by the
 // scales and added to the result in float32, as matmul_tile.cuh explains. The next product needs
 // neither these accumulators nor the FP32 units, so promotion and MMAs overlap. GPUs without an
 // e4m3 mma.sync convert the codes to f16, which is exact.
 //
-// Shared memory, on every GPU: 3 stages of 33 KiB for one CTA per SM, or of 12.4 KiB for two.
+// Shared memory, on every GPU: 3 stages of 32.5 KiB for one CTA per SM, or of 12.1 KiB for two.
 #pragma once
 
 #include "common/mma_tile.cuh"
@@ -32,7 +32,8 @@ struct PortableTraits {
   static constexpr int kThreads = 32 * kWarpsDown_ * kWarpsAcross_;
   static constexpr int kWarpRows = kRows / kWarpsDown_, kWarpColumns = kColumns / kWarpsAcross_;
   static constexpr int kM = kWarpRows / 16, kN = kWarpColumns / 16;
-  static_assert(kRows + kColumns <= kThreads);  // each thread loads a scale
+  static_assert(kRows < kThreads);           // a thread loads at most one scale
+  static_assert(kBColumns % kColumns == 0);  // a work tile has one scale of b per K block
 };
 
 inline constexpr int kMmaSteps = kBlockK / 32;  // of a K block
@@ -45,7 +46,7 @@ struct alignas(128) PortableShared {
   // See mma_tile.cuh for the layout of a tile.
   uint8_t a[Tr::kStages][Tr::kRows * kBlockK];
   uint8_t b[Tr::kStages][Tr::kColumns * kBlockK];
-  float a_scale[Tr::kStages][Tr::kRows], b_scale[Tr::kStages][Tr::kColumns];
+  float a_scale[Tr::kStages][Tr::kRows], b_scale[Tr::kStages];
 };
 
 // Loads the K blocks of this CTA's work tiles, one after the other.
@@ -93,21 +94,17 @@ struct Loader {
   }
 
   __device__ __forceinline__ void load_scale(int stage) const {
-    const int thread = thread_index(), column = thread - Tr::kRows;
-    const int64_t blocks = scheduler.work_tile.k_end;
-    const auto load = [&](float* to, const float* scales, int64_t rows, int64_t row, bool exists) {
-      const int64_t at = (scheduler.work_tile.batch * rows + row) * blocks + block;
-      cp_async_4(smem_address(to), scales + (exists ? at : 0), exists);
+    const int thread = thread_index();
+    const WorkTile& tile = scheduler.work_tile;
+    const auto load = [&](float* to, const float* scales, int64_t rows, int row) {
+      const int64_t at = (tile.batch * rows + row) * tile.k_end + block;
+      cp_async_4(smem_address(to), scales + (row < rows ? at : 0), row < rows);
     };
-    if (column < 0) {
-      const int64_t row = int64_t{scheduler.work_tile.row} + thread;
-      load(shared.a_scale[stage] + thread, p.a_scale, p.m, row, row < p.m);
-    } else if (column < Tr::kColumns) {
-      const int64_t row = int64_t{scheduler.work_tile.column} + column;
-      static_assert(kBColumns == 128);
-      const int shift = p.b_scale_per_row ? 0 : 7;  // a division would take more instructions
-      load(shared.b_scale[stage] + column, p.b_scale, ((p.n - 1) >> shift) + 1, row >> shift,
-           row < p.n);
+    if (thread < Tr::kRows) {
+      load(&shared.a_scale[stage][thread], p.a_scale, p.m, tile.row + thread);
+    } else if (thread == Tr::kRows) {
+      const int64_t rows = ceil_div(p.n, int64_t{kBColumns});
+      load(&shared.b_scale[stage], p.b_scale, rows, tile.column / kBColumns);
     }
   }
 };
@@ -176,10 +173,10 @@ __device__ __forceinline__ void add_product(float (&sum)[Tr::kN][Tr::kM][8],
 #pragma unroll
     for (int m = 0; m < Tr::kM; ++m) load_step(a, m, step, x[m][step]);
   }
-  float a_scale[Tr::kM][2];
+  float scale[Tr::kM][2];
 #pragma unroll
   for (int i = 0; i < 2 * Tr::kM; ++i) {
-    a_scale[i / 2][i % 2] = shared.a_scale[stage][row + 8 * i + lane / 4];
+    scale[i / 2][i % 2] = shared.a_scale[stage][row + 8 * i + lane / 4] * shared.b_scale[stage];
   }
 #pragma unroll
   for (int n = 0; n < Tr::kN; ++n) {
@@ -193,18 +190,10 @@ __device__ __forceinline__ void add_product(float (&sum)[Tr::kN][Tr::kM][8],
       multiply_step(d, x, step, y);
     }
 #pragma unroll
-    for (int i = 0; i < 2; ++i) {
-      const float* const b_scales = shared.b_scale[stage] + column + 16 * n + 8 * i + lane % 4 * 2;
-      const float2 b_scale = *reinterpret_cast<const float2*>(b_scales);
+    for (int m = 0; m < Tr::kM; ++m) {
 #pragma unroll
-      for (int m = 0; m < Tr::kM; ++m) {
-#pragma unroll
-        for (int r = 0; r < 2; ++r) {
-          const float scale = a_scale[m][r];
-          const int at = 4 * i + 2 * r;
-          sum[n][m][at] = fmaf(scale * b_scale.x, d[m][at], sum[n][m][at]);
-          sum[n][m][at + 1] = fmaf(scale * b_scale.y, d[m][at + 1], sum[n][m][at + 1]);
-        }
+      for (int i = 0; i < 8; ++i) {
+        sum[n][m][i] = fmaf(scale[m][i / 2 % 2], d[m][i], sum[n][m][i]);
       }
     }
   }
