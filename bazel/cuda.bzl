@@ -23,7 +23,8 @@ _PORTABLE = [
 _PORTABLE_FP8 = [
     "--generate-code=arch=compute_80,code=[compute_80,sm_80,sm_86]",
     "--generate-code=arch=compute_89,code=[sm_89]",
-    "--generate-code=arch=compute_90,code=[sm_90,sm_100,sm_120]",
+    "--generate-code=arch=compute_90,code=[sm_90,sm_100]",
+    "--generate-code=arch=compute_120,code=[sm_120]",
 ]
 
 def _cuda_object(ctx):

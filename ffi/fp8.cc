@@ -104,47 +104,56 @@ ffi::Error quantize_fp8_tiles_transpose(cudaStream_t stream, AnyBuffer x, Result
                         power_of_two_scale);
 }
 
-// Quantises blocks of 1x128 of the transpose, and of x itself unless `q` and `scale` are null.
-ffi::Error quantize_transpose(const char* op, cudaStream_t stream, const AnyBuffer& x, AnyBuffer* q,
-                              F32* scale, AnyBuffer& q_transposed, F32& scale_transposed,
-                              bool power_of_two_scale) {
-  Matrices m;
-  QuantizeTransposeParams params = {};
-  DSA_FFI_RETURN_IF_ERROR(read_matrices(op, "x", x, 2, &m));
-  DSA_FFI_RETURN_IF_ERROR(read_dtype(op, "x", x.element_type(), &params.dtype));
-  if (q != nullptr) {
-    DSA_FFI_RETURN_IF_ERROR(
-        check_codes(op, *q, m.dims, *scale, m.leading, {m.rows, ceil_div(m.cols, kBlock)}));
-    params.q = static_cast<uint8_t*>(q->untyped_data());
-    params.scale = scale->typed_data();
-  }
-  DSA_FFI_RETURN_IF_ERROR(check_transposed(op, q_transposed, m));
+// Reads x and the codes of its transpose, and checks the latter's scales, which have the shape of
+// x's leading axes followed by `blocks(m)`.
+template <typename Params, typename Blocks>
+ffi::Error read_transposed(const char* op, const AnyBuffer& x, AnyBuffer& q_transposed,
+                           F32& scale_transposed, const Blocks& blocks, Matrices* m,
+                           Params* params) {
+  DSA_FFI_RETURN_IF_ERROR(read_matrices(op, "x", x, 2, m));
+  DSA_FFI_RETURN_IF_ERROR(read_dtype(op, "x", x.element_type(), &params->dtype));
+  DSA_FFI_RETURN_IF_ERROR(check_transposed(op, q_transposed, *m));
   DSA_FFI_RETURN_IF_ERROR(check_shape(op, "scale_transposed", scale_transposed.dimensions(),
-                                      m.leading, {m.cols, ceil_div(m.rows, kBlock)}));
-  params.x = x.untyped_data();
-  params.q_transposed = static_cast<uint8_t*>(q_transposed.untyped_data());
-  params.scale_transposed = scale_transposed.typed_data();
-  params.batch = m.batch, params.rows = m.rows, params.cols = m.cols;
-  params.power_of_two_scale = power_of_two_scale;
-  return launch_status(op, launch_quantize_transpose(params, stream));
+                                      m->leading, {blocks(m->cols), ceil_div(m->rows, kBlock)}));
+  params->x = x.untyped_data();
+  params->q_transposed = static_cast<uint8_t*>(q_transposed.untyped_data());
+  params->scale_transposed = scale_transposed.typed_data();
+  params->batch = m->batch, params->rows = m->rows, params->cols = m->cols;
+  return ffi::Error::Success();
 }
 
 // x [..., R, C] -> q [..., R, C] e4m3, scale [..., R, ceil(C / 128)], q_transposed [..., C, R],
-// scale_transposed [..., C, ceil(R / 128)]
+// scale_transposed [..., ceil(C / 128), ceil(R / 128)]
 ffi::Error quantize_fp8_transpose(cudaStream_t stream, AnyBuffer x, Result<AnyBuffer> q,
                                   Result<F32> scale, Result<AnyBuffer> q_transposed,
                                   Result<F32> scale_transposed,
                                   Attr<bool, "power_of_two_scale"> power_of_two_scale) {
-  return quantize_transpose("quantize_fp8_transpose", stream, x, &*q, &*scale, *q_transposed,
-                            *scale_transposed, power_of_two_scale);
+  constexpr const char* kOp = "quantize_fp8_transpose";
+  Matrices m;
+  QuantizeTransposeParams params = {};
+  const auto tiles = [](int64_t cols) { return ceil_div(cols, kBlock); };
+  DSA_FFI_RETURN_IF_ERROR(
+      read_transposed(kOp, x, *q_transposed, *scale_transposed, tiles, &m, &params));
+  DSA_FFI_RETURN_IF_ERROR(
+      check_codes(kOp, *q, m.dims, *scale, m.leading, {m.rows, ceil_div(m.cols, kBlock)}));
+  params.q = static_cast<uint8_t*>(q->untyped_data());
+  params.scale = scale->typed_data();
+  params.power_of_two_scale = power_of_two_scale;
+  return launch_status(kOp, launch_quantize_transpose(params, stream));
 }
 
 // x [..., R, C] -> q_transposed [..., C, R] e4m3, scale_transposed [..., C, ceil(R / 128)]
 ffi::Error quantize_fp8_columns(cudaStream_t stream, AnyBuffer x, Result<AnyBuffer> q_transposed,
                                 Result<F32> scale_transposed,
                                 Attr<bool, "power_of_two_scale"> power_of_two_scale) {
-  return quantize_transpose("quantize_fp8_columns", stream, x, nullptr, nullptr, *q_transposed,
-                            *scale_transposed, power_of_two_scale);
+  constexpr const char* kOp = "quantize_fp8_columns";
+  Matrices m;
+  QuantizeColumnsParams params = {};
+  const auto columns = [](int64_t cols) { return cols; };
+  DSA_FFI_RETURN_IF_ERROR(
+      read_transposed(kOp, x, *q_transposed, *scale_transposed, columns, &m, &params));
+  params.power_of_two_scale = power_of_two_scale;
+  return launch_status(kOp, launch_quantize_columns(params, stream));
 }
 
 // q [..., C] e4m3, scale [..., ceil(C / 128)] -> x [..., C], bfloat16, float16 or float32. With
@@ -174,7 +183,7 @@ DSA_FFI_HANDLER("jax_dsa.quantize_fp8.v1", quantize_fp8, kEveryGpu);
 DSA_FFI_HANDLER("jax_dsa.quantize_fp8_columns.v1", quantize_fp8_columns, kEveryGpu);
 DSA_FFI_HANDLER("jax_dsa.quantize_fp8_tiles.v1", quantize_fp8_tiles, kEveryGpu);
 DSA_FFI_HANDLER("jax_dsa.quantize_fp8_tiles_transpose.v1", quantize_fp8_tiles_transpose, kEveryGpu);
-DSA_FFI_HANDLER("jax_dsa.quantize_fp8_transpose.v1", quantize_fp8_transpose, kEveryGpu);
+DSA_FFI_HANDLER("jax_dsa.quantize_fp8_transpose.v2", quantize_fp8_transpose, kEveryGpu);
 
 }  // namespace
 }  // namespace jax_dsa

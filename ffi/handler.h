@@ -57,7 +57,6 @@ struct Attr {
 // 10 * major + minor, is at least this number. The handler fails on all others.
 inline constexpr int kHopperOnly = std::numeric_limits<int>::max();
 inline constexpr int kEveryGpu = 80;
-inline constexpr int kFp8Gpu = 89;  // the first with FP8 tensor cores
 
 // A handler under the name by which Python calls it.
 struct Target {

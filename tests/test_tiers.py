@@ -39,7 +39,7 @@ def quantize(x: Any) -> Any:
 
 
 def product(x: Any, implementation: Any = None) -> Any:
-    """Calls an operator that needs FP8 tensor cores."""
+    """Calls an operator whose portable kernel `hopper_only` takes away."""
     weights = jnp.zeros((128, 128), jnp.float8_e4m3fn), jnp.ones((1, 1))
     codes, scale = x.astype(jnp.float8_e4m3fn), jnp.ones((x.shape[0], 1))
     return jax_dsa.fp8_matmul(codes, scale, *weights, implementation=implementation)
@@ -47,7 +47,7 @@ def product(x: Any, implementation: Any = None) -> Any:
 
 @pytest.fixture
 def hopper_only(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Takes the portable kernel away from `fp8_matmul`, if it has one."""
+    """Takes the portable kernel away from `fp8_matmul`."""
     kernel = PASSES["fp8_matmul_fwd"].kernel
     assert kernel is not None
     changed = ffi.Kernel(kernel.run, kernel.supports, limits=kernel.limits)
@@ -196,7 +196,7 @@ def test_python_and_the_handlers_agree_about_portable_kernels() -> None:
             r'DSA_FFI_HANDLER\(\s*"(\S+)",\s*\w+,\s*(\w+)\)', file.read_text()
         )
     }
-    assert len(since) > 20 and set(since.values()) <= {"kHopperOnly", "kEveryGpu", "kFp8Gpu"}
+    assert len(since) > 20 and set(since.values()) <= {"kHopperOnly", "kEveryGpu"}
     checked = 0
     for p in passes():
         if p.kernel is None:
@@ -206,9 +206,8 @@ def test_python_and_the_handlers_agree_about_portable_kernels() -> None:
             continue  # it calls its handlers through another function
         checked += 1
         constants = {since[target] for target in targets}
-        expected = (8, 9) if "kFp8Gpu" in constants else (8, 0)
         assert (p.kernel.portable is not None) == ("kHopperOnly" not in constants), p.name
-        assert p.kernel.portable is None or p.kernel.portable_since == expected, p.name
+        assert p.kernel.portable is None or p.kernel.portable_since == (8, 0), p.name
     assert checked > 10
 
 
@@ -222,7 +221,7 @@ def test_the_extension_agrees() -> None:
     extension = pytest.importorskip("jax_dsa._cuda", reason="built without the extension")
     assert set(extension.tiers()) <= {"hopper", "portable"}
     assert set(extension.portable_since()) <= set(extension.targets())
-    assert set(extension.portable_since().values()) <= {(8, 0), (8, 9)}
+    assert set(extension.portable_since().values()) == {(8, 0)}
 
 
 # Calls operators whose kernels run on every GPU, and compares them with their XLA implementations.

@@ -23,10 +23,10 @@ ROOT = Path(__file__).resolve().parent.parent
 # several headers, separated by spaces.
 KERNELS = {
     "attn_dist/fwd.cuh": ["attn_dist::fwd_kernel<576>"],
-    "fp8/matmul.cuh": ["fp8::matmul_kernel<jax_dsa::fp8::Traits<2, 2, 2, false>>"],
+    "fp8/matmul.cuh": ["fp8::matmul_kernel<jax_dsa::fp8::Traits<2, 2, 2>>"],
     "fp8/matmul_few.cuh": [
-        "fp8::few_kernel<jax_dsa::fp8::Traits<1, 2, 1, true>>",
-        "fp8::few_kernel<jax_dsa::fp8::ThinTraits<16, 3, false>>",
+        "fp8::few_kernel<jax_dsa::fp8::Traits<1, 2, 1>>",
+        "fp8::few_kernel<jax_dsa::fp8::ThinTraits<16, 3>>",
     ],
     "gated_pool/mean.cuh": [
         "gated_pool::mean_fwd_kernel<jax_dsa::DType::kBF16, 4, true>",
@@ -151,6 +151,7 @@ PORTABLE = {
         "attn_dist::portable_fwd_kernel<jax_dsa::attn_dist::PortableTraits<576, 2, 2, 1>>"
     ],
     "mqa_decode/combine.cuh": KERNELS["mqa_decode/combine.cuh"],
+    "fp8/portable_matmul.cuh": ["fp8::portable_matmul_kernel<jax_dsa::fp8::PortableMany>"],
     "gated_pool/pool.cuh": KERNELS["gated_pool/pool.cuh"],
     "masked_attention/portable_bwd.cuh": KERNELS["masked_attention/portable_bwd.cuh"],
     "masked_attention/portable_fwd.cuh": KERNELS["masked_attention/portable_fwd.cuh"],
@@ -237,6 +238,11 @@ PORTABLE = {
     ],
 }
 
+# Portable kernels that are different on GPUs that multiply e4m3.
+E4M3 = {
+    header: PORTABLE[header] for header in ("fp8/portable_matmul.cuh", "indexer/portable_fwd.cuh")
+}
+
 
 def oldest() -> str:
     """Returns the oldest supported version of CUDA, which CMakeLists.txt states."""
@@ -304,7 +310,7 @@ def main() -> None:
     nvrtc = ctypes.CDLL(str(next(wheels.glob("cuda_nvrtc/lib/libnvrtc.so.*"))))
     headers = [wheels / f"cuda_{package}" / "include" for package in ("runtime", "nvcc", "cccl")]
     device = [ROOT / "tools" / "nvrtc", ROOT / "cuda", *headers]
-    for gpu, kernels in (("sm_90a", KERNELS), ("sm_80", PORTABLE)):
+    for gpu, kernels in (("sm_90a", KERNELS), ("sm_80", PORTABLE), ("sm_89", E4M3)):
         for headers_of, names in kernels.items():
             start = time.monotonic()
             said = compile_kernels(nvrtc, gpu, headers_of, names, device)

@@ -50,7 +50,7 @@ EXPLANATIONS = {
     frozenset(
         [
             *("fp8/matmul_tile.cuh:produce_scales", "fp8/matmul_tile.cuh:row_scales"),
-            *("fp8/matmul_few.cuh:consume_thin", "common/copy.cuh:load_shared_16"),
+            "fp8/matmul_few.cuh:consume_thin",
         ]
     ): "elected_arrival",
     frozenset(["htree/walk.cuh:produce", "htree/walk.cuh:consume", "htree::queries_kernel"]): (

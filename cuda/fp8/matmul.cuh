@@ -15,12 +15,11 @@
 // work tile is computed.
 #pragma once
 
+#include "fp8/matmul_schedule.cuh"
 #include "fp8/matmul_tile.cuh"
 #include "fp8/pack.cuh"
 
 namespace jax_dsa::fp8 {
-
-inline constexpr int kTileGroupRows = 8;  // rows of tiles that the scheduler walks column by column
 
 // Returns whether TMA can store the product, whose rows must be multiples of 16 bytes.
 __host__ __device__ inline bool stored_by_tma(const Fp8MatmulParams& p) {
@@ -32,48 +31,6 @@ template <typename Tr>
 struct Shared {
   Ring<Tr> ring;
   alignas(1024) uint8_t boxes[Tr::kMmaThreads / 32][Tr::kOutBoxes][kOutBoxBytes];
-};
-
-// The numbers of work tiles. The tiles of a cluster, which are side by side, count as one.
-template <typename Tr>
-struct Tiles {
-  int rows, columns;  // of one batch entry
-  int all;
-  __host__ __device__ explicit Tiles(const Fp8MatmulParams& p)
-      : rows(static_cast<int>(ceil_div(p.m, int64_t{Tr::kRows}))),
-        columns(static_cast<int>(ceil_div(p.n, int64_t{Tr::kClusterSize * Tr::kColumns}))),
-        all(static_cast<int>(p.batch) * rows * columns) {}
-};
-
-// The static tile scheduler: cluster c takes tile indices c, c + clusters, and so on. Tile indices
-// go down kTileGroupRows rows before they go to the next column. So the work tiles that are
-// computed at the same time cover few rows and few columns, and their operands stay in the L2
-// cache.
-template <typename Tr>
-struct TileScheduler {
-  Tiles<Tr> tiles;
-  int tile_index;
-  WorkTile work_tile;
-
-  __device__ explicit TileScheduler(const Fp8MatmulParams& p)
-      : tiles(p),
-        tile_index(static_cast<int>(blockIdx.x) / Tr::kClusterSize),
-        work_tile{0, 0, 0, 0, static_cast<int>(ceil_div(p.k, int64_t{kBlockK}))} {}
-
-  __device__ bool next() {
-    if (tile_index >= tiles.all) return false;
-    const int tiles_per_batch = tiles.rows * tiles.columns;
-    const int batch = tile_index / tiles_per_batch, tile = tile_index - batch * tiles_per_batch;
-    const int group = tile / (kTileGroupRows * tiles.columns) * kTileGroupRows;
-    const int within = tile - group * tiles.columns, high = min(kTileGroupRows, tiles.rows - group);
-    const int column = within / high, row = group + within - column * high;
-    const int rank = Tr::kClusterSize > 1 ? cluster_rank() : 0;
-    work_tile.batch = batch;
-    work_tile.row = row * Tr::kRows;
-    work_tile.column = (column * Tr::kClusterSize + rank) * Tr::kColumns;
-    tile_index += static_cast<int>(gridDim.x) / Tr::kClusterSize;
-    return true;
-  }
 };
 
 // Writes an MMA warp's results to global memory. The warp puts them into boxes of 8 rows of 128

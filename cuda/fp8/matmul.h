@@ -5,6 +5,7 @@
 
 #include <cstdint>
 
+#include "common/device.h"
 #include "common/types.h"
 
 namespace jax_dsa {
@@ -16,14 +17,24 @@ struct Fp8MatmulParams {
   const uint8_t* a;      // [batch, m, k], e4m3; 16-byte aligned, as is b
   const float* a_scale;  // [batch, m, ceil(k / 128)]
   const uint8_t* b;      // [batch, n, k]
-  const float* b_scale;  // [batch, ceil(n / 128) or n, ceil(k / 128)]
+  const float* b_scale;  // [batch, ceil(n / 128), ceil(k / 128)]
   void* out;             // [batch, m, n], dtype
   int64_t batch, m, n;
   int64_t k;  // a multiple of 16
   DType dtype;
-  bool b_scale_per_row;  // blocks of b are 1x128, so the scale is b_scale[n, j]
 };
 
 cudaError_t launch_fp8_matmul(const Fp8MatmulParams& params, cudaStream_t stream);
+
+// The launchers of the two tiers. The product has elements, but k may be 0.
+namespace hopper {
+cudaError_t launch_fp8_matmul(const Fp8MatmulParams& params, const Device& device,
+                              cudaStream_t stream);
+}  // namespace hopper
+
+namespace portable {
+cudaError_t launch_fp8_matmul(const Fp8MatmulParams& params, const Device& device,
+                              cudaStream_t stream);
+}  // namespace portable
 
 }  // namespace jax_dsa

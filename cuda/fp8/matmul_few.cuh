@@ -72,11 +72,6 @@ __device__ void consume_split(const WorkTile& work_tile, Ring<Tr>& ring, float* 
   }
 }
 
-template <typename T>
-struct alignas(4 * sizeof(T)) Vector4 {
-  T x[4];
-};
-
 // Adds up the splits of this CTA's fraction of the work tile and stores the result. A thread
 // processes four columns at a time.
 template <typename Tr, typename T>
@@ -114,22 +109,21 @@ __device__ void reduce(const Fp8MatmulParams& p, const WorkTile& work_tile, cons
 
 // The operands of the MMA are swapped: M is 64 rows of b, and N is the 16 or 32 rows of a. So few
 // rows are padding, and most of the shared memory is for b.
-template <int kRows_, int kCtasPerSm_, bool kBScalePerRow_>
+template <int kRows_, int kCtasPerSm_>
 struct ThinTraits {
   static constexpr int kCtasPerSm = kCtasPerSm_;
-  static constexpr bool kBScalePerRow = kBScalePerRow_;
   static constexpr int kRows = kRows_, kColumns = 64, kClusterSize = 1;
   static constexpr int kAccumulators = kRows / 2;
   static constexpr int kStageBytes = (kRows + kColumns) * kBlockK;
   static constexpr int kStages = 200 * 1024 / kCtasPerSm / kStageBytes;
   static constexpr int kMmaThreads = 128, kThreads = kMmaThreads + 128;
-  static constexpr int kScaleWarps = 1, kFullArrivals = 1 + kScaleWarps + kBScalePerRow;
+  static constexpr int kScaleWarps = 1, kFullArrivals = 1 + kScaleWarps;
 };
 
 template <typename Tr>
 inline constexpr bool kIsThin = false;
-template <int kRows, int kCtasPerSm, bool kBScalePerRow>
-inline constexpr bool kIsThin<ThinTraits<kRows, kCtasPerSm, kBScalePerRow>> = true;
+template <int kRows, int kCtasPerSm>
+inline constexpr bool kIsThin<ThinTraits<kRows, kCtasPerSm>> = true;
 
 // MMA loop for 16 or 32 rows, two stages at a time. Leaves the partial sums in `sums`.
 template <typename Tr>
@@ -152,19 +146,12 @@ __device__ void consume_thin(const WorkTile& work_tile, Ring<Tr>& ring, float* s
   };
   const auto finish = [&](float (&d)[Tr::kAccumulators]) {
     wgmma_pin(d);
-    float b_scales[2] = {1.f, 1.f};  // without kBScalePerRow, a's scales include b's
-    if constexpr (Tr::kBScalePerRow) {
-#pragma unroll
-      for (int r = 0; r < 2; ++r) b_scales[r] = ring.b_scale[at.index][b_scale_at(own_row + 8 * r)];
-    }
 #pragma unroll
     for (int g = 0; g < Tr::kRows / 8; ++g) {
-      const float* const a_scales = ring.scale[at.index] + 8 * g + lane % 4 * 2;
+      const float* const scales = ring.scale[at.index] + 8 * g + lane % 4 * 2;
 #pragma unroll
       for (int i = 0; i < 4; ++i) {
-        float scale = a_scales[i % 2];
-        if constexpr (Tr::kBScalePerRow) scale *= b_scales[i / 2];
-        sum[4 * g + i] = fmaf(scale, d[4 * g + i], sum[4 * g + i]);
+        sum[4 * g + i] = fmaf(scales[i % 2], d[4 * g + i], sum[4 * g + i]);
       }
     }
     __syncwarp();

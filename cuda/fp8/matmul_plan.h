@@ -46,9 +46,9 @@ inline Plan plan(const Fp8MatmulParams& p, int num_sms) {
     const int64_t time = tile_time * ceil_div(tiles(rows, cta_pair ? 256 : 128), clusters);
     if (time < least) least = time, best = {false, cta_pair, rows, 128, 1, 1};
   };
-  if (!p.b_scale_per_row) consider(256, cta_pair, 100);
+  consider(256, cta_pair, 100);
   consider(192, cta_pair, 75);
-  consider(128, false, p.b_scale_per_row ? 59 : 57);
+  consider(128, false, 57);
   return best;
 }
 

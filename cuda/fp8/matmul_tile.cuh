@@ -10,7 +10,7 @@
 // Warps.
 //   1 to 3 MMA warpgroups  MMAs and promotion
 //   1 producer warpgroup   warp 0 issues TMA loads of the codes; the next kScaleWarps warps load
-//                          scales of a; with kBScalePerRow one more warp loads scales of b
+//                          scales
 //
 // Shared memory is a ring of stages. A stage holds one K block of a tile of a and of a tile of b
 // (128-byte swizzle), with their scales.
@@ -24,24 +24,21 @@
 #include "common/types.h"
 #include "common/wgmma.cuh"
 #include "fp8/matmul.h"
+#include "fp8/matmul_schedule.cuh"
 
 namespace jax_dsa::fp8 {
 
-inline constexpr int kBlockK = 128;    // elements of K in a stage; a row of codes has 128 bytes
-inline constexpr int kBColumns = 128;  // rows of b, columns of the product, that share a scale
 inline constexpr int kOutBoxBytes = 8 * 128;  // a TMA box of the product: 8 rows of 128 bytes
 
 // Template parameters:
 //   kWarpgroups    MMA warpgroups, each with kRowBlocks blocks of 64 rows
 //   kClusterSize   CTAs of a cluster, which use the same tile of a; each loads a fraction of that
 //                  tile and multicasts it to all
-//   kBScalePerRow  b has a scale for each 1x128 block instead of each 128x128 block
-template <int kWarpgroups_, int kRowBlocks_, int kClusterSize_, bool kBScalePerRow_>
+template <int kWarpgroups_, int kRowBlocks_, int kClusterSize_>
 struct Traits {
   static constexpr int kWarpgroups = kWarpgroups_, kRowBlocks = kRowBlocks_;
   static constexpr int kColumns = kBColumns;  // one 128x128 block of b
   static constexpr int kClusterSize = kClusterSize_;
-  static constexpr bool kBScalePerRow = kBScalePerRow_;
   static constexpr int kCtasPerSm = kWarpgroups == 1 ? 2 : 1;
   static constexpr int kRows = 64 * kRowBlocks * kWarpgroups;
   static constexpr int kAccumulators = kColumns / 2;  // per thread, for 64 rows
@@ -57,23 +54,15 @@ struct Traits {
                                                           : 152,
                        kProducerRegisters = kWarpgroups == 1 ? 40 : 56;
   static_assert(registers_fit(kCtasPerSm, kWarpgroups, kMmaRegisters, kProducerRegisters));
-  static constexpr int kScaleWarps = 2;  // warps that load scales of a
-  static constexpr int kFullArrivals = 1 + kScaleWarps + kBScalePerRow;
+  static constexpr int kScaleWarps = 2;  // warps that load scales
+  static constexpr int kFullArrivals = 1 + kScaleWarps;
 };
-
-// The index at which the scale of row `column` of b is stored. The order puts the four scales that
-// an MMA thread needs for 16 columns side by side, so that it reads them at once.
-__device__ __forceinline__ int b_scale_at(int column) {
-  return column / 16 * 16 + column % 8 / 2 * 4 + column % 16 / 8 * 2 + column % 2;
-}
 
 template <typename Tr>
 struct alignas(1024) Ring {
   uint8_t a[Tr::kStages][Tr::kRows * kBlockK];
   uint8_t b[Tr::kStages][Tr::kColumns * kBlockK];
-  float scale[Tr::kStages][Tr::kRows];  // a's; times b's scale unless kBScalePerRow
-  // Scales of b if kBScalePerRow, indexed by b_scale_at.
-  alignas(16) float b_scale[Tr::kStages][Tr::kBScalePerRow ? Tr::kColumns : 1];
+  float scale[Tr::kStages][Tr::kRows];  // a's scales times b's
   uint64_t full[Tr::kStages], free[Tr::kStages];
 
   // Called by one thread. A barrier of the cluster must follow.
@@ -84,13 +73,6 @@ struct alignas(1024) Ring {
     }
     mbarrier_init_fence();
   }
-};
-
-// A tile of the product, and the K blocks that this CTA adds up for it.
-struct WorkTile {
-  int batch;
-  int row, column;     // of the first element of the tile
-  int k_begin, k_end;  // range of K blocks
 };
 
 // ---- producer: codes ----------------------------------------------------------------------------
@@ -143,27 +125,24 @@ __device__ __forceinline__ void load_scales(const float* from, bool valid,
   }
 }
 
-// Loads the scales of b if kB, else of a. `warp` is this warp's number among those that load scales
-// of this operand. Adjacent lanes have adjacent rows. A lane reads the scales of kBlocksPerLoad
-// consecutive K blocks of a row at a time.
-template <typename Tr, bool kB, int kBlocksPerLoad, typename TileScheduler>
+// Loads the scales of both operands and stores their products. `warp` is this warp's number among
+// those that load scales. Adjacent lanes have adjacent rows. A lane reads the scales of
+// kBlocksPerLoad consecutive K blocks of a row at a time.
+template <typename Tr, int kBlocksPerLoad, typename TileScheduler>
 __device__ void produce_scales(TileScheduler scheduler, const Fp8MatmulParams& p, Ring<Tr>& ring,
                                int warp) {
-  constexpr int kLanes = 32 * (kB ? 1 : Tr::kScaleWarps);
-  constexpr int kTileRows = kB ? Tr::kColumns : Tr::kRows;
-  constexpr int kRowsPerLane = ceil_div(kTileRows, kLanes);
+  constexpr int kLanes = 32 * Tr::kScaleWarps;
+  constexpr int kRowsPerLane = ceil_div(Tr::kRows, kLanes);
   // Prefetching more scales would not fit into registers.
   constexpr bool kPrefetch = kRowsPerLane * kBlocksPerLoad <= 4;
   const int lane = threadIdx.x % 32, own_row = warp * 32 + lane;
   const int blocks = static_cast<int>(ceil_div(p.k, int64_t{kBlockK}));
-  const int64_t rows = kB ? p.n : p.m;
   RingPlace<Tr::kStages> at = {0, 1};
   while (scheduler.next()) {
     const WorkTile& work_tile = scheduler.work_tile;
-    const int64_t row = (kB ? work_tile.column : work_tile.row) + own_row;
-    const float* const from =
-        (kB ? p.b_scale : p.a_scale) + (work_tile.batch * rows + row) * blocks;
-    const int rows_left = static_cast<int>(min(rows - row, int64_t{kLanes * kRowsPerLane}));
+    const int64_t row = work_tile.row + own_row;
+    const float* const from = p.a_scale + (work_tile.batch * p.m + row) * blocks;
+    const int rows_left = static_cast<int>(min(p.m - row, int64_t{kLanes * kRowsPerLane}));
     const float* const tile_scales =
         p.b_scale +
         (work_tile.batch * ceil_div(p.n, int64_t{kBColumns}) + work_tile.column / kBColumns) *
@@ -174,7 +153,7 @@ __device__ void produce_scales(TileScheduler scheduler, const Fp8MatmulParams& p
       for (int i = 0; i < kRowsPerLane; ++i) {
         load_scales(from + int64_t{i * kLanes} * blocks + block, i * kLanes < rows_left, x[i]);
       }
-      if constexpr (!Tr::kBScalePerRow) load_scales(tile_scales + block, work_tile.column < p.n, y);
+      load_scales(tile_scales + block, work_tile.column < p.n, y);
     };
     int block = work_tile.k_begin / kBlocksPerLoad * kBlocksPerLoad;
     if (kPrefetch) load(block);
@@ -184,9 +163,7 @@ __device__ void produce_scales(TileScheduler scheduler, const Fp8MatmulParams& p
 #pragma unroll
       for (int i = 0; i < kRowsPerLane; ++i) {
 #pragma unroll
-        for (int j = 0; j < kBlocksPerLoad; ++j) {
-          now[i][j] = Tr::kBScalePerRow ? x[i][j] : x[i][j] * y[j];
-        }
+        for (int j = 0; j < kBlocksPerLoad; ++j) now[i][j] = x[i][j] * y[j];
       }
       if (kPrefetch && block + kBlocksPerLoad < work_tile.k_end) {
         load(block + kBlocksPerLoad);
@@ -198,12 +175,8 @@ __device__ void produce_scales(TileScheduler scheduler, const Fp8MatmulParams& p
 #pragma unroll
         for (int i = 0; i < kRowsPerLane; ++i) {
           const int to = own_row + kLanes * i;
-          if (kTileRows % kLanes != 0 && to >= kTileRows) continue;
-          if constexpr (kB) {
-            ring.b_scale[at.index][b_scale_at(to)] = now[i][j];
-          } else {
-            ring.scale[at.index][to] = now[i][j];
-          }
+          if (Tr::kRows % kLanes != 0 && to >= Tr::kRows) continue;
+          ring.scale[at.index][to] = now[i][j];
         }
         __syncwarp();
         if (lane == 0) mbarrier_arrive(&ring.full[at.index]);
@@ -213,15 +186,15 @@ __device__ void produce_scales(TileScheduler scheduler, const Fp8MatmulParams& p
   }
 }
 
-template <typename Tr, bool kB, typename TileScheduler>
+template <typename Tr, typename TileScheduler>
 __device__ void produce_scales(const TileScheduler& scheduler, const Fp8MatmulParams& p,
                                Ring<Tr>& ring, int warp) {
-  const auto address = reinterpret_cast<uintptr_t>(kB ? p.b_scale : p.a_scale) |
-                       reinterpret_cast<uintptr_t>(p.b_scale);
+  const auto address =
+      reinterpret_cast<uintptr_t>(p.a_scale) | reinterpret_cast<uintptr_t>(p.b_scale);
   if (ceil_div(p.k, int64_t{kBlockK}) % 4 == 0 && address % 16 == 0) {
-    produce_scales<Tr, kB, 4>(scheduler, p, ring, warp);
+    produce_scales<Tr, 4>(scheduler, p, ring, warp);
   } else {
-    produce_scales<Tr, kB, 1>(scheduler, p, ring, warp);
+    produce_scales<Tr, 1>(scheduler, p, ring, warp);
   }
 }
 
@@ -233,9 +206,7 @@ __device__ void produce(const TileScheduler& scheduler, const Fp8MatmulParams& p
   if (warp == 0) {
     produce_operands<Tr>(scheduler, a_map, b_map, ring);
   } else if (warp <= Tr::kScaleWarps) {
-    produce_scales<Tr, false>(scheduler, p, ring, warp - 1);
-  } else if (Tr::kBScalePerRow && warp == Tr::kScaleWarps + 1) {
-    produce_scales<Tr, true>(scheduler, p, ring, 0);
+    produce_scales<Tr>(scheduler, p, ring, warp - 1);
   }
 }
 
@@ -329,17 +300,8 @@ struct Multiplier {
   __device__ __forceinline__ void promote(const float (&d)[Tr::kAccumulators], const float2& scales,
                                           float (&sum)[Tr::kAccumulators]) const {
 #pragma unroll
-    for (int g = 0; g < Tr::kColumns / 16; ++g) {
-      uint32_t b_scales[4];
-      if constexpr (Tr::kBScalePerRow) {
-        load_shared_16(smem_address(ring.b_scale[at.index]) + 64 * g + lane % 4 * 16, b_scales);
-      }
-#pragma unroll
-      for (int i = 0; i < 8; ++i) {
-        float scale = i / 2 % 2 == 0 ? scales.x : scales.y;
-        if constexpr (Tr::kBScalePerRow) scale *= __uint_as_float(b_scales[i / 4 * 2 + i % 2]);
-        sum[8 * g + i] = fmaf(scale, d[8 * g + i], sum[8 * g + i]);
-      }
+    for (int i = 0; i < Tr::kAccumulators; ++i) {
+      sum[i] = fmaf(i / 2 % 2 == 0 ? scales.x : scales.y, d[i], sum[i]);
     }
   }
 };

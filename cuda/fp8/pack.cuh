@@ -1,4 +1,4 @@
-// Rounds two floats to 16 bits each and packs them, the first in the lower half.
+// Results of the FP8 matmul, packed for stores.
 #pragma once
 
 #include <cuda_bf16.h>
@@ -11,6 +11,13 @@
 
 namespace jax_dsa::fp8 {
 
+// Four neighboring elements of a row.
+template <typename T>
+struct alignas(4 * sizeof(T)) Vector4 {
+  T x[4];
+};
+
+// Rounds two floats to 16 bits each and packs them, the first in the lower half.
 template <typename T>
 __device__ __forceinline__ uint32_t pack(float low, float high) {
   if constexpr (std::is_same_v<T, __nv_bfloat16>) {

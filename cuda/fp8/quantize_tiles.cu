@@ -156,8 +156,25 @@ __device__ __forceinline__ void store_transposed_in_shared(uint8_t* transposed, 
 
 struct alignas(16) TilesShared {
   uint8_t transposed[kTile * kTile];
-  float largest[kThreads / 32];
+  float largest[kThreads / 32];  // by warp
 };
+
+// Stores the maximum of a warp's values.
+__device__ __forceinline__ void put_largest(float (&largest)[kThreads / 32], float amax) {
+#pragma unroll
+  for (int mask = 16; mask > 0; mask /= 2) {
+    amax = max_nan(amax, __shfl_xor_sync(0xffffffffu, amax, mask));
+  }
+  if (threadIdx.x % 32 == 0) largest[threadIdx.x / 32] = amax;
+}
+
+// Returns the maximum of the values of all warps. A barrier must come before.
+__device__ __forceinline__ float largest_of(const float (&largest)[kThreads / 32]) {
+  float amax = largest[0];
+#pragma unroll
+  for (int i = 1; i < kThreads / 32; ++i) amax = max_nan(amax, largest[i]);
+  return amax;
+}
 
 template <typename T, bool kVector>
 __global__ void __launch_bounds__(kThreads, kCtas<T, kVector, 3>)
@@ -173,16 +190,9 @@ __global__ void __launch_bounds__(kThreads, kCtas<T, kVector, 3>)
     for (int j = 0; j < kElementsPerLane / 2; ++j)
       own_amax = larger(own_amax, magnitudes(chunk[i], j));
   }
-  float amax = max_magnitude(kMinAmax, to_float2(own_amax));
-#pragma unroll
-  for (int mask = 16; mask > 0; mask /= 2) {
-    amax = max_nan(amax, __shfl_xor_sync(0xffffffffu, amax, mask));
-  }
-  if (threadIdx.x % 32 == 0) largest[threadIdx.x / 32] = amax;
+  put_largest(largest, max_magnitude(kMinAmax, to_float2(own_amax)));
   __syncthreads();
-#pragma unroll
-  for (int i = 0; i < kThreads / 32; ++i) amax = max_nan(amax, largest[i]);
-  const Scale scale(amax, p.power_of_two_scale);
+  const Scale scale(largest_of(largest), p.power_of_two_scale);
   uint8_t* to = p.q + tile.start(p);
   uint2 codes[kRows];
 #pragma unroll
@@ -197,15 +207,7 @@ __global__ void __launch_bounds__(kThreads, kCtas<T, kVector, 3>)
   store_transposed<kVector>(p, tile, transposed);
 }
 
-// ---- scales per row and per column -------------------------------------------------------------
-
-struct alignas(16) TransposeShared {
-  uint8_t transposed[kTile * kTile];
-  // Maxima of columns, by warp. The first column of each lane comes first, then the second column
-  // of each lane, and so on, so that adjacent threads access different banks.
-  float largest[kThreads / 32][kTile];
-  Divisor divisors[kTile];  // of columns, in the same order
-};
+// ---- scales per row, and one scale per tile of the transpose ------------------------------------
 
 // Returns the maximum of row lane / 2. Each of the 16 lanes has partial maxima of all eight rows.
 // In every step a lane keeps half of its rows and sends the others to the lane that keeps those.
@@ -226,9 +228,71 @@ __device__ __forceinline__ float reduce_row_amax(float (&amax)[kRows], int lane)
 }
 
 template <typename T, bool kVector>
-__global__ void __launch_bounds__(kThreads, kCtas<T, kVector, 4>)
+__global__ void __launch_bounds__(kThreads, kCtas<T, kVector, 3>)
     transpose_kernel(const __grid_constant__ QuantizeTransposeParams p) {
-  auto& [transposed, largest, divisors] = dynamic_shared<TransposeShared>();
+  auto& [transposed, largest] = dynamic_shared<TilesShared>();
+  const Tile tile(p);
+  Chunk<T> chunk[kRows];
+  load_tile<kVector>(p, tile, chunk);
+  float amax[kRows];
+#pragma unroll
+  for (int i = 0; i < kRows; ++i) {
+    auto row_amax = magnitudes(chunk[i], 0);
+#pragma unroll
+    for (int j = 1; j < kElementsPerLane / 2; ++j)
+      row_amax = larger(row_amax, magnitudes(chunk[i], j));
+    amax[i] = max_magnitude(kMinAmaxBackward, to_float2(row_amax));
+  }
+  const float own_amax = reduce_row_amax(amax, tile.lane);
+  put_largest(largest, own_amax);
+
+  const Scale row_scale(own_amax, p.power_of_two_scale);
+  const Divisor own_divisor(row_scale);
+  const int64_t row = tile.batch * p.rows + int64_t{tile.row} * kTile + tile.own_row;
+  if (tile.lane % 2 == 0 && tile.own_row + tile.lane / 2 < tile.height) {
+    p.scale[(row + tile.lane / 2) * tile.tiles_across + tile.column] = row_scale.scale;
+  }
+  uint8_t* to = p.q + tile.start(p);
+#pragma unroll
+  for (int i = 0; i < kRows; ++i, to += p.cols) {
+    pin(chunk[i]);
+    const Divisor divisor(__shfl_sync(0xffffffffu, own_divisor.high, 2 * i, kLanes),
+                          __shfl_sync(0xffffffffu, own_divisor.low, 2 * i, kLanes));
+    store<kVector>(to, tile.lane, tile.row_width(i), quantize(chunk[i], divisor));
+  }
+
+  __syncthreads();
+  const Scale scale(largest_of(largest), p.power_of_two_scale);
+  if (threadIdx.x == 0) {
+    const int64_t tile_row = int64_t{tile.batch} * tile.tiles_across + tile.column;
+    p.scale_transposed[tile_row * tile.tiles_down + tile.row] = scale.scale;
+  }
+  const Divisor divisor(scale);
+  uint2 codes[kRows];
+#pragma unroll
+  for (int i = 0; i < kRows; ++i) {
+    pin(chunk[i]);
+    codes[i] = quantize(chunk[i], divisor);
+  }
+  store_transposed_in_shared<kVector>(transposed, tile.lane, codes);
+  __syncthreads();
+  store_transposed<kVector>(p, tile, transposed);
+}
+
+// ---- scales per column -------------------------------------------------------------------------
+
+struct alignas(16) ColumnsShared {
+  uint8_t transposed[kTile * kTile];
+  // Maxima of columns, by warp. The first column of each lane comes first, then the second column
+  // of each lane, and so on, so that adjacent threads access different banks.
+  float largest[kThreads / 32][kTile];
+  Divisor divisors[kTile];  // of columns, in the same order
+};
+
+template <typename T, bool kVector>
+__global__ void __launch_bounds__(kThreads, kCtas<T, kVector, 4>)
+    columns_kernel(const __grid_constant__ QuantizeColumnsParams p) {
+  auto& [transposed, largest, divisors] = dynamic_shared<ColumnsShared>();
   const Tile tile(p);
   Chunk<T> chunk[kRows];
   load_tile<kVector>(p, tile, chunk);
@@ -252,32 +316,6 @@ __global__ void __launch_bounds__(kThreads, kCtas<T, kVector, 4>)
     }
   }
   __syncthreads();
-
-  if (p.q != nullptr) {
-    float amax[kRows];
-#pragma unroll
-    for (int i = 0; i < kRows; ++i) {
-      auto row_amax = magnitudes(chunk[i], 0);
-#pragma unroll
-      for (int j = 1; j < kElementsPerLane / 2; ++j)
-        row_amax = larger(row_amax, magnitudes(chunk[i], j));
-      amax[i] = max_magnitude(kMinAmaxBackward, to_float2(row_amax));
-    }
-    const Scale row_scale(reduce_row_amax(amax, tile.lane), p.power_of_two_scale);
-    const Divisor own_divisor(row_scale);
-    const int64_t row = tile.batch * p.rows + int64_t{tile.row} * kTile + tile.own_row;
-    if (tile.lane % 2 == 0 && tile.own_row + tile.lane / 2 < tile.height) {
-      p.scale[(row + tile.lane / 2) * tile.tiles_across + tile.column] = row_scale.scale;
-    }
-    uint8_t* to = p.q + tile.start(p);
-#pragma unroll
-    for (int i = 0; i < kRows; ++i, to += p.cols) {
-      pin(chunk[i]);
-      const Divisor divisor(__shfl_sync(0xffffffffu, own_divisor.high, 2 * i, kLanes),
-                            __shfl_sync(0xffffffffu, own_divisor.low, 2 * i, kLanes));
-      store<kVector>(to, tile.lane, tile.row_width(i), quantize(chunk[i], divisor));
-    }
-  }
 
   if (threadIdx.x < kTile) {
     float amax = kMinAmaxBackward;
@@ -323,40 +361,41 @@ int64_t num_tiles(const Params& p) {
   return p.batch * ceil_div(p.rows, int64_t{kTile}) * ceil_div(p.cols, int64_t{kTile});
 }
 
-template <typename T>
-cudaError_t launch(const QuantizeTilesParams& p, cudaStream_t stream) {
-  const auto address = reinterpret_cast<uintptr_t>(p.x) | reinterpret_cast<uintptr_t>(p.q) |
+// Calls f<element type, whether accesses are vectors>().
+template <typename Params, typename F>
+cudaError_t dispatch(const Params& p, const uint8_t* q, F f) {
+  if (p.batch == 0 || p.rows == 0 || p.cols == 0) return cudaSuccess;
+  if (num_tiles(p) > INT32_MAX) return cudaErrorInvalidValue;
+  const auto address = reinterpret_cast<uintptr_t>(p.x) | reinterpret_cast<uintptr_t>(q) |
                        reinterpret_cast<uintptr_t>(p.q_transposed);
   const bool rows = p.q_transposed == nullptr || p.rows % kElementsPerLane == 0;
   const bool vector = p.cols % kElementsPerLane == 0 && rows && address % 16 == 0;
-  return launch_blocks(vector ? tiles_kernel<T, true> : tiles_kernel<T, false>, num_tiles(p),
-                       kThreads, sizeof(TilesShared), stream, p);
-}
-
-template <typename T>
-cudaError_t launch(const QuantizeTransposeParams& p, cudaStream_t stream) {
-  const auto address = reinterpret_cast<uintptr_t>(p.x) | reinterpret_cast<uintptr_t>(p.q) |
-                       reinterpret_cast<uintptr_t>(p.q_transposed);
-  const bool vector = (p.cols | p.rows) % kElementsPerLane == 0 && address % 16 == 0;
-  return launch_blocks(vector ? transpose_kernel<T, true> : transpose_kernel<T, false>,
-                       num_tiles(p), kThreads, sizeof(TransposeShared), stream, p);
-}
-
-template <typename Params>
-cudaError_t launch_tiles(const Params& p, cudaStream_t stream) {
-  if (p.batch == 0 || p.rows == 0 || p.cols == 0) return cudaSuccess;
-  if (num_tiles(p) > INT32_MAX) return cudaErrorInvalidValue;
-  return dispatch_dtype(p.dtype, [&]<typename T>() { return launch<T>(p, stream); });
+  return dispatch_dtype(p.dtype, [&]<typename T>() {
+    return vector ? f.template operator()<T, true>() : f.template operator()<T, false>();
+  });
 }
 
 }  // namespace
 
 cudaError_t launch_quantize_tiles(const QuantizeTilesParams& p, cudaStream_t stream) {
-  return launch_tiles(p, stream);
+  return dispatch(p, p.q, [&]<typename T, bool kVector>() {
+    return launch_blocks(tiles_kernel<T, kVector>, num_tiles(p), kThreads, sizeof(TilesShared),
+                         stream, p);
+  });
 }
 
 cudaError_t launch_quantize_transpose(const QuantizeTransposeParams& p, cudaStream_t stream) {
-  return launch_tiles(p, stream);
+  return dispatch(p, p.q, [&]<typename T, bool kVector>() {
+    return launch_blocks(transpose_kernel<T, kVector>, num_tiles(p), kThreads, sizeof(TilesShared),
+                         stream, p);
+  });
+}
+
+cudaError_t launch_quantize_columns(const QuantizeColumnsParams& p, cudaStream_t stream) {
+  return dispatch(p, nullptr, [&]<typename T, bool kVector>() {
+    return launch_blocks(columns_kernel<T, kVector>, num_tiles(p), kThreads, sizeof(ColumnsShared),
+                         stream, p);
+  });
 }
 
 }  // namespace jax_dsa

@@ -1,5 +1,5 @@
-// Quantisation to e4m3 in tiles of 128 rows and 128 columns, with a scale for each tile, or with a
-// scale for each row and each column of a tile.
+// Quantisation to e4m3 in tiles of 128 rows and 128 columns, with a scale for each tile, for each
+// row of a tile, or for each column.
 #pragma once
 
 #include <cuda_runtime_api.h>
@@ -23,13 +23,26 @@ struct QuantizeTilesParams {
 
 cudaError_t launch_quantize_tiles(const QuantizeTilesParams& params, cudaStream_t stream);
 
-// Quantises an operand of gradients, which is contracted both along its rows and along its columns.
-// The results are x and its transpose, each with a scale for each 1x128 block of its rows. The
-// smallest scale is 1e-20 / 448.
+// Quantises an operand of gradients that is contracted along its rows in one product and along its
+// columns in another. The result for the first is x with a scale for each 1x128 block of its rows,
+// that for the second the transpose with a scale for each tile. The smallest scale is 1e-20 / 448.
 struct QuantizeTransposeParams {
   const void* x;            // [batch, rows, cols], dtype
-  uint8_t* q;               // [batch, rows, cols], e4m3; null if only the transpose is wanted
-  float* scale;             // [batch, rows, ceil(cols / 128)]; null if q is
+  uint8_t* q;               // [batch, rows, cols], e4m3
+  float* scale;             // [batch, rows, ceil(cols / 128)]
+  uint8_t* q_transposed;    // [batch, cols, rows], e4m3
+  float* scale_transposed;  // [batch, ceil(cols / 128), ceil(rows / 128)]
+  int64_t batch, rows, cols;
+  DType dtype;
+  bool power_of_two_scale;
+};
+
+cudaError_t launch_quantize_transpose(const QuantizeTransposeParams& params, cudaStream_t stream);
+
+// Quantises an operand of gradients that is contracted along its columns only. The result is the
+// transpose with a scale for each 1x128 block of its rows. The smallest scale is 1e-20 / 448.
+struct QuantizeColumnsParams {
+  const void* x;            // [batch, rows, cols], dtype
   uint8_t* q_transposed;    // [batch, cols, rows], e4m3
   float* scale_transposed;  // [batch, cols, ceil(rows / 128)]
   int64_t batch, rows, cols;
@@ -37,6 +50,6 @@ struct QuantizeTransposeParams {
   bool power_of_two_scale;
 };
 
-cudaError_t launch_quantize_transpose(const QuantizeTransposeParams& params, cudaStream_t stream);
+cudaError_t launch_quantize_columns(const QuantizeColumnsParams& params, cudaStream_t stream);
 
 }  // namespace jax_dsa

@@ -73,7 +73,7 @@ def _product(
     b_scale: Float[Array, "b I J"],
     aval: Any,
 ) -> Float[Array, "b ... N"]:
-    """Returns a @ b^T. The shape of `b_scale` says whether blocks of b are 1x128 or 128x128."""
+    """Returns a @ b^T. Blocks of a are 1x128 and those of b 128x128."""
     operands = (pad_rows(a), a_scale, pad_rows(b), b_scale)
     (out,) = ffi.call("jax_dsa.fp8_matmul.v1", operands, [aval])
     return out

@@ -38,11 +38,13 @@ def fp8_linear_fwd(options: Options, x: Codes, w: TransposedWeights) -> Product:
 
 
 def fp8_linear_bwd(options: Options, x: Inputs, w: Weights, dy: Product) -> Gradients:
-    """Returns the gradients. Operands are quantised along the axis that is contracted."""
-    row, column = (1, options.block), (options.block, 1)
+    """Returns the gradients. Blocks lie along the contracted axis; those of the second operand of
+    each product also have 128 elements of the other axis.
+    """
+    row, column, tile = (1, options.block), (options.block, 1), (options.block, options.block)
     dx = matmul(rounded_back(options, dy.out, row), _values(options, w).swapaxes(1, 2))
-    rows_x, rows_dy = (rounded_back(options, flat_rows(a), column) for a in (x.x, dy.out))
-    dw = matmul(rows_x.swapaxes(1, 2), rows_dy)
+    rows_x = rounded_back(options, flat_rows(x.x), column)
+    dw = matmul(rows_x.swapaxes(1, 2), rounded_back(options, flat_rows(dy.out), tile))
     return Gradients(dx.astype(x.x.dtype), dw.astype(options.w_dtype))
 
 

@@ -47,7 +47,12 @@ FWD = Pass(
     "fp8_matmul_fwd",
     xla.fp8_matmul_fwd,
     shardable=f"{SHARDED_ROWS} i",
-    kernel=Kernel(cuda.fp8_matmul_fwd, cuda.supports, limits="any shape; the gradients are XLA's"),
+    kernel=Kernel(
+        cuda.fp8_matmul_fwd,
+        cuda.supports,
+        limits="any shape; the gradients are XLA's",
+        portable=cuda.supports,
+    ),
 )
 BWD_A = Pass("fp8_matmul_bwd_a", xla.fp8_matmul_bwd_a, shardable=f"{SHARDED_ROWS} i j")
 BWD_B = Pass("fp8_matmul_bwd_b", xla.fp8_matmul_bwd_b, shardable=f"{SHARDED_ROWS} i j")

@@ -37,12 +37,12 @@ def dequantize_fp8_fwd(options: Options, avals: Values, x: Codes) -> Values:
 
 
 class BothLayouts(NamedTuple):
-    """An array and its transpose, each quantised in blocks of 1x128."""
+    """An array, quantised in blocks of 1x128, and its transpose, in tiles of 128x128."""
 
     codes: Float[Array, "b R C"]
     scale: Float[Array, "b R J"]
     codes_transposed: Float[Array, "b C R"]
-    scale_transposed: Float[Array, "b C I"]
+    scale_transposed: Float[Array, "b J I"]
 
 
 class TransposedCodes(NamedTuple):
@@ -76,14 +76,18 @@ def quantize_fp8_tiles_transpose(
 
 
 def quantize_fp8_transpose(x: Float[Array, "b R C"], power_of_two_scale: bool) -> BothLayouts:
-    """Quantises `x` and its transpose in blocks of 1x128, in one kernel.
+    """Quantises `x` in blocks of 1x128 and its transpose in tiles of 128x128, in one kernel.
 
     The smallest scale is 1e-20 / 448, because the results are operands of gradients.
     """
     batch, rows, cols = x.shape
-    avals = _row_blocks(batch, rows, cols) + _row_blocks(batch, cols, rows)
+    avals = [
+        *_row_blocks(batch, rows, cols),
+        jax.ShapeDtypeStruct((batch, cols, rows), jnp.float8_e4m3fn),
+        jax.ShapeDtypeStruct((batch, -(-cols // BLOCK), -(-rows // BLOCK)), jnp.float32),
+    ]
     power = np.bool_(power_of_two_scale)
-    target = "jax_dsa.quantize_fp8_transpose.v1"
+    target = "jax_dsa.quantize_fp8_transpose.v2"
     return BothLayouts(*ffi.call(target, [x], avals, power_of_two_scale=power))
 
 

@@ -34,13 +34,13 @@ void bench_all(Rates& rates, int64_t rows, int64_t cols) {
       return jax_dsa::launch_quantize_tiles({x, q, q_t, scale, 1, rows, cols, dtype, false},
                                             nullptr);
     });
-    rates.print(prefix + "transpose", values + 2 * (n + scales), [&] {
+    rates.print(prefix + "rows and transposed tiles", values + 2 * n + scales, [&] {
       return jax_dsa::launch_quantize_transpose(
           {x, q, scale, q_t, scale_t, 1, rows, cols, dtype, false}, nullptr);
     });
     rates.print(prefix + "columns", values + n + scales, [&] {
-      return jax_dsa::launch_quantize_transpose(
-          {x, nullptr, nullptr, q_t, scale_t, 1, rows, cols, dtype, false}, nullptr);
+      return jax_dsa::launch_quantize_columns({x, q_t, scale_t, 1, rows, cols, dtype, false},
+                                              nullptr);
     });
     rates.print(prefix + "dequantise", values + n + scales, [&] {
       return jax_dsa::launch_dequantize({q, scale, x, 1, rows, cols, 1, dtype}, nullptr);

@@ -1,9 +1,10 @@
 // Tests the kernels of the FP8 matmul against float64 on the CPU, and times all their variants.
 //   nvcc -std=c++20 -O3 -gencode arch=compute_90a,code=sm_90a -Icuda -Itests/kernels \
-//       -o fp8_matmul_check tests/kernels/gpu/fp8_matmul_check.cu cuda/fp8/matmul.cu
+//       -o fp8_matmul_check tests/kernels/gpu/fp8_matmul_check.cu cuda/fp8/matmul.cu \
+//       cuda/fp8/portable_matmul.cu cuda/fp8/tiers.cc
 //   ./fp8_matmul_check [test|small|bench|profile] [seed] [case]
 // `case` selects the cases whose names contain it. `bench` prints one line per shape and variant.
-// The variant `planned` is what launch_fp8_matmul chooses.
+// The variant `planned` is what launch_fp8_matmul chooses, and `portable` the kernel for every GPU.
 #include <unistd.h>
 
 #include <ctime>
@@ -38,39 +39,40 @@ Variant few_rows(const char* name, int k_splits) {
 const Variant kPlanned = {
     "planned", [](const Fp8MatmulParams& p) { return jax_dsa::launch_fp8_matmul(p, nullptr); }};
 
-template <bool kBScalePerRow>
+const Variant kPortable = {"portable", [](const Fp8MatmulParams& p) {
+                             jax_dsa::Device device;
+                             CHECK(jax_dsa::current_device(&device));
+                             return jax_dsa::portable::launch_fp8_matmul(p, device, nullptr);
+                           }};
+
 std::vector<Variant> variants_for_many_rows() {
-  std::vector<Variant> all = {kPlanned};
-  if constexpr (!kBScalePerRow) {
-    all.push_back(many_rows<Traits<2, 2, 2, false>>("256 x 128, pairs"));
-    all.push_back(many_rows<Traits<2, 2, 1, false>>("256 x 128"));
-  }
-  all.push_back(many_rows<Traits<3, 1, 2, kBScalePerRow>>("192 x 128, pairs"));
-  all.push_back(many_rows<Traits<3, 1, 1, kBScalePerRow>>("192 x 128"));
-  all.push_back(many_rows<Traits<2, 1, 1, kBScalePerRow>>("128 x 128"));
+  std::vector<Variant> all = {kPlanned, kPortable};
+  all.push_back(many_rows<Traits<2, 2, 2>>("256 x 128, pairs"));
+  all.push_back(many_rows<Traits<2, 2, 1>>("256 x 128"));
+  all.push_back(many_rows<Traits<3, 1, 2>>("192 x 128, pairs"));
+  all.push_back(many_rows<Traits<3, 1, 1>>("192 x 128"));
+  all.push_back(many_rows<Traits<2, 1, 1>>("128 x 128"));
   return all;
 }
-template <bool kBScalePerRow>
 std::vector<Variant> variants_for_few_rows(std::vector<int> all_splits) {
-  std::vector<Variant> all = {kPlanned};
+  std::vector<Variant> all = {kPlanned, kPortable};
   for (const int k_splits : all_splits) {
-    all.push_back(few_rows<ThinTraits<16, 2, kBScalePerRow>>("16 rows", k_splits));
-    all.push_back(few_rows<ThinTraits<16, 3, kBScalePerRow>>("16 rows, three CTAs", k_splits));
-    all.push_back(few_rows<ThinTraits<32, 2, kBScalePerRow>>("32 rows", k_splits));
-    all.push_back(few_rows<ThinTraits<32, 3, kBScalePerRow>>("32 rows, three CTAs", k_splits));
-    all.push_back(few_rows<Traits<1, 1, 1, kBScalePerRow>>("64 rows", k_splits));
-    all.push_back(few_rows<Traits<1, 2, 1, kBScalePerRow>>("128 rows", k_splits));
+    all.push_back(few_rows<ThinTraits<16, 2>>("16 rows", k_splits));
+    all.push_back(few_rows<ThinTraits<16, 3>>("16 rows, three CTAs", k_splits));
+    all.push_back(few_rows<ThinTraits<32, 2>>("32 rows", k_splits));
+    all.push_back(few_rows<ThinTraits<32, 3>>("32 rows, three CTAs", k_splits));
+    all.push_back(few_rows<Traits<1, 1, 1>>("64 rows", k_splits));
+    all.push_back(few_rows<Traits<1, 2, 1>>("128 rows", k_splits));
   }
   return all;
 }
-template <bool kBScalePerRow>
 std::vector<Variant> variants(int64_t k_blocks) {
-  std::vector<Variant> all = variants_for_many_rows<kBScalePerRow>();
+  std::vector<Variant> all = variants_for_many_rows();
   std::vector<int> all_splits;
   for (int k_splits = 1; k_splits <= 8 && k_splits <= k_blocks; k_splits *= 2)
     all_splits.push_back(k_splits);
-  for (const Variant& x : variants_for_few_rows<kBScalePerRow>(all_splits)) {
-    if (x.name != kPlanned.name) all.push_back(x);
+  for (const Variant& x : variants_for_few_rows(all_splits)) {
+    if (x.name != kPlanned.name && x.name != kPortable.name) all.push_back(x);
   }
   return all;
 }
@@ -91,9 +93,7 @@ int run_case(const Case& c, uint64_t seed, int times) {
   const Fp8MatmulParams p = x.params(a, a_scale, b, b_scale, out);
   const bool empty = x.outputs() == 0 || c.k == 0;
   int bad = 0;
-  for (const Variant& v : empty               ? std::vector{kPlanned}
-                          : c.b_scale_per_row ? variants<true>(x.k_blocks)
-                                              : variants<false>(x.k_blocks)) {
+  for (const Variant& v : empty ? std::vector{kPlanned} : variants(x.k_blocks)) {
     std::vector<std::vector<uint8_t>> got(times);
     for (auto& y : got) {
       CHECK(cudaMemset(out, kPoison, x.out_bytes() + kGuard));
@@ -138,7 +138,7 @@ struct Large {
   int64_t k_blocks, b_scales;
 
   Large(const Case& c, int copies) : copies(copies), k_blocks((c.k + 127) / 128) {
-    b_scales = c.batch * (c.b_scale_per_row ? c.n : (c.n + 127) / 128) * k_blocks;
+    b_scales = c.batch * ((c.n + 127) / 128) * k_blocks;
     const int64_t a = c.batch * c.m * c.k, b = c.batch * c.n * c.k * copies;
     const int64_t a_scales = c.batch * c.m * k_blocks;
     auto *a_codes = device<uint8_t>(a), *b_codes = device<uint8_t>(b);
@@ -148,8 +148,7 @@ struct Large {
     fill_scales<<<1024, 256>>>(a_scale, a_scales, 3);
     fill_scales<<<1024, 256>>>(b_scale, b_scales, 4);
     auto* out = device<uint8_t>(c.batch * c.m * c.n * (c.dtype == DType::kF32 ? 4 : 2));
-    p = {a_codes, a_scale, b_codes, b_scale,          out, c.batch, c.m,
-         c.n,     c.k,     c.dtype, c.b_scale_per_row};
+    p = {a_codes, a_scale, b_codes, b_scale, out, c.batch, c.m, c.n, c.k, c.dtype};
     CHECK(cudaDeviceSynchronize());
   }
   ~Large() {
@@ -175,11 +174,11 @@ int run_large(const Case& c, uint64_t seed) {
   double worst = 0;
   for (int i = 0; i < 200; ++i) {
     const int64_t at = mix(seed + i) % (c.batch * c.m * c.n), row = at / c.n, n = at % c.n;
-    const int64_t batch = row / c.m, scale_rows = c.b_scale_per_row ? c.n : (c.n + 127) / 128;
+    const int64_t batch = row / c.m, scale_rows = (c.n + 127) / 128;
     const auto a = download(x.p.a + row * c.k, c.k);
     const auto b = download(x.p.b + (batch * c.n + n) * c.k, c.k);
     const auto a_scale = download(x.p.a_scale + row * x.k_blocks, x.k_blocks);
-    const int64_t b_row = batch * scale_rows + (c.b_scale_per_row ? n : n / 128);
+    const int64_t b_row = batch * scale_rows + n / 128;
     const auto b_scale = download(x.p.b_scale + b_row * x.k_blocks, x.k_blocks);
     double expected = 0, size = 0, bit = 0;
     for (int64_t j = 0; j < x.k_blocks; ++j) {
@@ -273,11 +272,11 @@ int main(int argc, char** argv) {
   const Case cases[] = {
       {"one tile", 1, 128, 128, 128},
       {"ragged", 1, 300, 400, 656},
-      {"ragged, f32, b scaled per row", 2, 260, 130, 272, kF32, true},
+      {"ragged, f32", 2, 260, 130, 272, kF32},
       {"ragged, f16", 1, 257, 264, 144, kF16},
       {"odd N", 2, 129, 131, 1040, kBF16},
       {"odd N, f32", 1, 70, 129, 400, kF32},
-      {"b scaled per row, four scales per load", 1, 136, 136, 512, kBF16, true},
+      {"four scales per load", 1, 136, 136, 512},
       {"one row, one column", 1, 1, 1, 16, kF32},
       {"one row", 3, 1, 300, 1024},
       {"16 rows", 1, 16, 264, 4096},
@@ -293,7 +292,7 @@ int main(int argc, char** argv) {
     }
     if (what == "test") {
       const Case large[] = {{"many tiles", 1, 4000, 7000, 2000},
-                            {"many tiles, b scaled per row", 2, 3000, 1111, 4224, kF32, true},
+                            {"many tiles, f32", 2, 3000, 1111, 4224, kF32},
                             {"long K", 1, 300, 520, 100000, kF32},
                             {"few rows", 1, 16, 7168, 7168},
                             {"outputs beyond 2^31", 1, 32771, 65601, 128},
@@ -312,24 +311,20 @@ int main(int argc, char** argv) {
     return 0;
   }
   bench_copy();
-  bench({"8192", 1, 8192, 8192, 8192}, variants_for_many_rows<false>());
-  bench({"wide", 1, 4096, 7168, 2048}, variants_for_many_rows<false>());
-  bench({"deep", 1, 4096, 4096, 7168}, variants_for_many_rows<false>());
-  bench({"nothing divides", 1, 4000, 7000, 2000}, variants_for_many_rows<false>());
+  bench({"8192", 1, 8192, 8192, 8192}, variants_for_many_rows());
+  bench({"wide", 1, 4096, 7168, 2048}, variants_for_many_rows());
+  bench({"deep", 1, 4096, 4096, 7168}, variants_for_many_rows());
+  bench({"nothing divides", 1, 4000, 7000, 2000}, variants_for_many_rows());
   bench({"odd N", 1, 4000, 7001, 2000}, {kPlanned});
-  bench({"b scaled per row, f32", 1, 8192, 8192, 8192, kF32, true}, variants_for_many_rows<true>());
-  bench({"b scaled per row", 1, 8192, 8192, 8192, kBF16, true}, variants_for_many_rows<true>());
-  bench({"f32", 1, 8192, 8192, 8192, kF32}, {kPlanned});
-  bench({"256 rows", 1, 256, 7168, 7168}, variants_for_many_rows<false>(), 4);
+  bench({"f32", 1, 8192, 8192, 8192, kF32}, variants_for_many_rows());
+  bench({"256 rows", 1, 256, 7168, 7168}, variants_for_many_rows(), 4);
   for (const int64_t m : {1, 16, 32, 64, 128}) {
-    bench({"few rows", 1, m, 7168, 7168}, variants_for_few_rows<false>({1, 2, 4}), 4);
+    bench({"few rows", 1, m, 7168, 7168}, variants_for_few_rows({1, 2, 4}), 4);
   }
-  bench({"few rows, few columns", 1, 16, 2112, 7168}, variants_for_few_rows<false>({2, 4, 8}), 8);
+  bench({"few rows, few columns", 1, 16, 2112, 7168}, variants_for_few_rows({2, 4, 8}), 8);
   for (const int64_t n : {4096, 18432, 36864}) {
-    bench({"few rows, many columns", 1, 16, n, 7168}, variants_for_few_rows<false>({1, 2}), 4);
+    bench({"few rows, many columns", 1, 16, n, 7168}, variants_for_few_rows({1, 2}), 4);
   }
-  bench({"few rows, short K", 1, 16, 24576, 1536}, variants_for_few_rows<false>({1}), 4);
-  bench({"few rows, b scaled per row", 1, 16, 7168, 7168, kBF16, true},
-        variants_for_few_rows<true>({1, 2}), 4);
+  bench({"few rows, short K", 1, 16, 24576, 1536}, variants_for_few_rows({1}), 4);
   return 0;
 }

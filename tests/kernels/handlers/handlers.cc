@@ -76,6 +76,7 @@ RECORD(launch_masked_attention_bwd, MaskedAttentionBwdParams)
 RECORD(launch_masked_attention_fwd, MaskedAttentionFwdParams)
 RECORD(launch_mqa_decode, MqaDecodeParams)
 RECORD(launch_quantize, QuantizeParams)
+RECORD(launch_quantize_columns, QuantizeColumnsParams)
 RECORD(launch_quantize_tiles, QuantizeTilesParams)
 RECORD(launch_quantize_transpose, QuantizeTransposeParams)
 RECORD(launch_scale_rows, ScaleRowsParams)
@@ -682,7 +683,7 @@ void test_gpus() {
   for (const int on : {80, 86, 89, 90, 100, 103, 120}) {
     check_true("a kernel for every GPU", refused(on, kEveryGpu).empty());
     check_true("a kernel for Hopper", refused(on, kHopperOnly).empty() == (on == 90));
-    check_true("an FP8 kernel", refused(on, kFp8Gpu).empty() == (on >= 89));
+    check_true("a kernel since sm_89", refused(on, 89).empty() == (on >= 89));
   }
   const auto expect_refusal = [&](int on, int since, const std::string& gpu) {
     const std::string got = refused(on, since);

@@ -24,7 +24,6 @@ struct Case {
   const char* name;
   int64_t batch, m, n, k;
   DType dtype = DType::kBF16;
-  bool b_scale_per_row = false;
 };
 
 inline double e4m3_value(uint8_t code) {
@@ -84,7 +83,7 @@ struct Problem {
   Problem(const Case& c, uint64_t seed) : c(c) {
     std::mt19937_64 random(seed);
     std::normal_distribution<float> normal;
-    k_blocks = (c.k + 127) / 128, b_scale_rows = c.b_scale_per_row ? c.n : (c.n + 127) / 128;
+    k_blocks = (c.k + 127) / 128, b_scale_rows = (c.n + 127) / 128;
     const auto code = [&] {
       const auto x = static_cast<uint8_t>(random());
       return (x & 127) == 127 ? uint8_t{0} : x;
@@ -112,7 +111,7 @@ struct Problem {
     for (int64_t row = 0; row < c.batch * c.m; ++row) {
       for (int64_t n = 0; n < c.n; ++n) {
         const int64_t b_row = row / c.m * c.n + n;
-        const int64_t scale_row = row / c.m * b_scale_rows + (c.b_scale_per_row ? n : n / 128);
+        const int64_t scale_row = row / c.m * b_scale_rows + n / 128;
         double sum = 0, magnitude = 0, last = 0;
         for (int64_t j = 0; j < k_blocks; ++j) {
           const BlockProduct block(&a[row * c.k + 128 * j], &b[b_row * c.k + 128 * j],
@@ -168,7 +167,7 @@ struct Problem {
 
   Fp8MatmulParams params(const uint8_t* a, const float* a_scale, const uint8_t* b,
                          const float* b_scale, void* out) const {
-    return {a, a_scale, b, b_scale, out, c.batch, c.m, c.n, c.k, c.dtype, c.b_scale_per_row};
+    return {a, a_scale, b, b_scale, out, c.batch, c.m, c.n, c.k, c.dtype};
   }
 };
 

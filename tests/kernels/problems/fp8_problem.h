@@ -175,8 +175,9 @@ inline Problem make(const Case& c, uint64_t seed) {
     if (c.kind == kTilesTranspose) p.codes_transposed.push_back(p.codes[from]);
   }
   if (backward) {
-    quantize(transposed, c.batch, c.cols, c.rows, 1, c.power_of_two, min_amax, p.codes_transposed,
-             p.scales_transposed);
+    const int64_t columns = c.kind == kTranspose ? 128 : 1;
+    quantize(transposed, c.batch, c.cols, c.rows, columns, c.power_of_two, min_amax,
+             p.codes_transposed, p.scales_transposed);
   }
   if (c.kind == kDequantize || c.kind == kDequantizeTiles) {
     p.bytes.clear();
@@ -275,9 +276,11 @@ bool run(const Case& c, uint64_t seed, Memory& memory) {
     auto* to_t = reinterpret_cast<float*>(scales_t);
     const bool both = c.kind == kTranspose;
     memory.require(
-        jax_dsa::launch_quantize_transpose({x, both ? codes : nullptr, both ? to : nullptr, codes_t,
-                                            to_t, c.batch, c.rows, c.cols, c.dtype, c.power_of_two},
-                                           nullptr));
+        both ? jax_dsa::launch_quantize_transpose(
+                   {x, codes, to, codes_t, to_t, c.batch, c.rows, c.cols, c.dtype, c.power_of_two},
+                   nullptr)
+             : jax_dsa::launch_quantize_columns(
+                   {x, codes_t, to_t, c.batch, c.rows, c.cols, c.dtype, c.power_of_two}, nullptr));
     good &= same(memory.template get<uint8_t>(codes_t, n), p.codes_transposed);
     good &= same(memory.template get<float>(to_t, p.scales_transposed.size()), p.scales_transposed);
     check_guard(codes_t + n);

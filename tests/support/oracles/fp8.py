@@ -42,7 +42,13 @@ def quantize(
     return codes.reshape(x.shape), scales.reshape(*x.shape[:-1], blocks)
 
 
-def quantize_tiles(x: np.ndarray, rows: int, cols: int, power_of_two_scale: bool = False) -> tuple:
+def quantize_tiles(
+    x: np.ndarray,
+    rows: int,
+    cols: int,
+    power_of_two_scale: bool = False,
+    min_amax: float = 1e-4,
+) -> tuple:
     """Returns the codes and scales of a matrix with blocks of `rows` x `cols`."""
     shape = (math.ceil(x.shape[0] / rows), math.ceil(x.shape[1] / cols))
     codes = np.zeros(x.shape, ml_dtypes.float8_e4m3fn)
@@ -51,7 +57,7 @@ def quantize_tiles(x: np.ndarray, rows: int, cols: int, power_of_two_scale: bool
         for j in range(shape[1]):
             at = (slice(i * rows, (i + 1) * rows), slice(j * cols, (j + 1) * cols))
             tile = x[at]
-            flat, scale = quantize_row(tile.reshape(-1), tile.size, power_of_two_scale)
+            flat, scale = quantize_row(tile.reshape(-1), tile.size, power_of_two_scale, min_amax)
             codes[at], scales[i, j] = flat.reshape(tile.shape), scale[0]
     return codes, scales
 
@@ -88,12 +94,15 @@ def linear_operands(
     def round_rows(a: np.ndarray, min_amax: float = 1e-20) -> np.ndarray:
         return dequantize(*quantize(a, 128, power_of_two_scale, min_amax), 1, 128)
 
+    def round_tiles(a: np.ndarray, min_amax: float = 1e-20) -> np.ndarray:
+        return dequantize(*quantize_tiles(a, 128, 128, power_of_two_scale, min_amax), 128, 128)
+
     x, dy = (a.reshape(-1, a.shape[-1]) for a in (x, dy))
-    weights = dequantize(*quantize_tiles(w, 128, 128, power_of_two_scale), 128, 128)
+    weights = round_tiles(w, 1e-4)
     return (
         (round_rows(x, 1e-4), weights),
         (round_rows(dy), weights.T),
-        (round_rows(x.T), round_rows(dy.T).T),
+        (round_rows(x.T), round_tiles(dy)),
     )
 
 
