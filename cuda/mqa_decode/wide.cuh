@@ -258,7 +258,7 @@ __global__ void __launch_bounds__(kWideThreads, 1) wide_kernel(const __grid_cons
     produce_wide<kD, kRecords>(p, shared);
     return;
   }
-  WorkRangeFinder<256>(p, shared.notes.scratch, shared.notes.range).find_last_tile();
+  find_work_range<256>(p, shared.notes.scratch, shared.notes.range);
   if (warpgroup == 0) {
     raise_registers<kConsumer>();
     mla::consume<kD, 0>(Work<WideShared<kD>>(p), shared);
