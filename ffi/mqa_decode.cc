@@ -8,8 +8,6 @@
 namespace jax_dsa {
 namespace {
 
-constexpr int64_t kRangeFields = sizeof(MqaDecodeRange) / sizeof(int32_t);
-
 // q [B, T, N, D]; k [B, S, G, D], or [1, S, G, D] shared by all requests; with a page table
 // [B or 1, P * page_size, G, D]; FP8 records are uint8 [..., 656]; v like k with E in place of D,
 // or absent: the values are then the first 512 elements of the keys; starts [B, T], ends [B, T],
@@ -65,7 +63,7 @@ ffi::Error mqa_decode(cudaStream_t stream, BF16 q, AnyBuffer k, AnyBuffer v, S32
   DSA_FFI_RETURN_IF_ERROR(read_page_table(kOp, "k", page_table, rows, page_size, &params));
   const void* ranges = nullptr;
   DSA_FFI_RETURN_IF_ERROR(optional_data(kOp, "plan", plan, DataType::S32,
-                                        {1, kMqaDecodePlanRanges, kRangeFields}, &ranges));
+                                        {1, kMqaDecodePlanRanges, limits::kPlanFields}, &ranges));
   params.plan = static_cast<const MqaDecodeRange*>(ranges);
   DSA_FFI_RETURN_IF_ERROR(
       check_range(kOp, "the number of keys of a request", params.keys, 0, limits::kMaxRows));
@@ -112,7 +110,7 @@ ffi::Error mqa_decode_plan(cudaStream_t stream, S32 starts, S32 ends, Result<S32
   const int64_t queries = starts.dimensions()[2];
   DSA_FFI_RETURN_IF_ERROR(check_shape(kOp, "ends", ends.dimensions(), {plans, batch, queries}));
   DSA_FFI_RETURN_IF_ERROR(check_shape(kOp, "ranges", ranges->dimensions(),
-                                      {plans, kMqaDecodePlanRanges, kRangeFields}));
+                                      {plans, kMqaDecodePlanRanges, limits::kPlanFields}));
   DSA_FFI_RETURN_IF_ERROR(check_groups(kOp, heads, groups));
   DSA_FFI_RETURN_IF_ERROR(check_range(kOp, "N", heads, 0, limits::kMaxRows));
   DSA_FFI_RETURN_IF_ERROR(
@@ -136,7 +134,7 @@ ffi::Error mqa_decode_plan(cudaStream_t stream, S32 starts, S32 ends, Result<S32
 }
 
 DSA_FFI_HANDLER("jax_dsa.mqa_decode.v4", mqa_decode, kEveryGpu);
-DSA_FFI_HANDLER("jax_dsa.mqa_decode_plan.v1", mqa_decode_plan, kEveryGpu);
+DSA_FFI_HANDLER("jax_dsa.mqa_decode_plan.v1", mqa_decode_plan, kHopperOnly);
 
 }  // namespace
 }  // namespace jax_dsa

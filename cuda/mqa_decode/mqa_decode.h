@@ -92,7 +92,7 @@ cudaError_t launch_mqa_decode(const MqaDecodeParams& params, cudaStream_t stream
 
 // Makes a plan for calls with the batch, queries, heads, groups, dim and records of these
 // parameters, from `starts` and `ends`. The other parameters are not read, except `keys`: the plan
-// is made as if requests had no more. If the kernels of this GPU take no plan, it becomes zeros.
+// is made as if requests had no more. Only the kernels for Hopper have plans.
 cudaError_t launch_mqa_decode_plan(const MqaDecodeParams& params, MqaDecodeRange* plan,
                                    cudaStream_t stream);
 

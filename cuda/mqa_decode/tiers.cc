@@ -14,17 +14,15 @@ cudaError_t mqa_decode::launch(const MqaDecodeParams& p, const Tuning& tuning,
 
 cudaError_t mqa_decode::launch_plan(const MqaDecodeParams& p, const Tuning& tuning,
                                     MqaDecodeRange* plan, cudaStream_t stream) {
-  // The portable kernels divide their work in other ways, so they get no plan.
-  const auto no_plan = [&](const Device&) {
+  if (p.batch == 0 || p.queries == 0 || p.heads == 0) {
     return cudaMemsetAsync(plan, 0, kMqaDecodePlanRanges * sizeof(MqaDecodeRange), stream);
-  };
-  if (p.batch == 0 || p.queries == 0 || p.heads == 0) return no_plan({});
+  }
   if (p.groups <= 0 || p.heads % p.groups != 0 || p.queries * p.batch * p.heads > INT32_MAX) {
     return cudaErrorInvalidValue;
   }
   return launch_tier(
       [&](const Device&) { return hopper::launch_mqa_decode_plan(p, tuning, plan, stream); },
-      no_plan);
+      [](const Device&) { return cudaErrorNotSupported; });
 }
 
 cudaError_t launch_mqa_decode(const MqaDecodeParams& p, cudaStream_t stream) {
