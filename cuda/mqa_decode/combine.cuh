@@ -270,12 +270,24 @@ struct CombineLines {
   }
 };
 
+// Returns how many jobs of kLines lines the work tiles have that may be split.
+template <int kLines>
+__host__ __device__ constexpr int combine_jobs(const Decode& p, int work_tiles, int tile_rows) {
+  return work_tiles * p.cta_group_size * (tile_rows * p.value_dim / (128 * kLines));
+}
+
 template <bool kWide, int kLines, bool kByCta>
 __device__ void combine_lines(const Decode& p, CombineShared& shared, int tile_rows) {
   const int jobs_per_rank = tile_rows * p.value_dim / (128 * kLines);
-  const int jobs_per_tile = p.cta_group_size * jobs_per_rank, jobs = shared.count * jobs_per_tile;
-  const int first =
-      kByCta ? blockIdx.x : blockIdx.x * kCombineWarps + static_cast<int>(threadIdx.x) / 32;
+  const int jobs_per_tile = p.cta_group_size * jobs_per_rank;
+  const int jobs = combine_jobs<kLines>(p, shared.count, tile_rows);
+  // Warps of a CTA take neighboring lines, which share the maxima of their rows. Few jobs are
+  // rather spread over all CTAs.
+  const int warp = static_cast<int>(threadIdx.x) / 32;
+  const bool spread = jobs * 2 <= static_cast<int>(gridDim.x) * kCombineWarps;
+  const int first = kByCta   ? blockIdx.x
+                    : spread ? warp * gridDim.x + blockIdx.x
+                             : blockIdx.x * kCombineWarps + warp;
   for (int job = first; job < jobs; job += gridDim.x * (kByCta ? 1 : kCombineWarps)) {
     const int tile = quotient(job, jobs_per_tile), rest = job - tile * jobs_per_tile;
     const int cta_rank = quotient(rest, jobs_per_rank);
