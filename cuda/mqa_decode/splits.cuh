@@ -15,6 +15,14 @@ struct KvSplit {
   int partial_index;      // index of its partial results; -1 if its results are final
   bool has_tiles;
 };
+// Returns which rows a CTA multiplies if work tiles are divided by static splits.
+__device__ inline KvSplit static_split(const Decode& p, int tile_rows) {
+  const int work_tile = quotient(p.cta_group(), p.static_splits);
+  const int batch = quotient(work_tile, p.per_request), tile = work_tile - batch * p.per_request;
+  const int group = quotient(tile, p.row_passes), pass = tile - group * p.row_passes;
+  return {
+      .batch = batch, .group = group, .row = (pass * p.cta_group_size + p.cta_rank()) * tile_rows};
+}
 // Partial outputs are lines of 128 floats. If kWide, a line has the accumulator layout: lines are
 // ordered by column half, warp and column group (8 columns), and a lane has two floats of a row and
 // two of the row 8 below. Otherwise rows follow one another, and a lane has four neighboring floats
