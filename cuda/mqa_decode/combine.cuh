@@ -309,6 +309,10 @@ __global__ void __launch_bounds__(kCombineThreads, kCombineCtasPerSm)
   __syncthreads();
   if (kWide && shared.splits <= kFewSplits) {
     combine_lines<kWide, kWide ? 4 : kLines, false>(p, shared, tile_rows);
+  } else if (kWide && shared.splits > 16 / kLines && shared.splits <= kWarpSplits &&
+             combine_jobs<1>(p, shared.count, tile_rows) <= gridDim.x * kCombineWarps) {
+    // Each warp has one job anyway. With one line it loads all splits at a time.
+    combine_lines<kWide, kWide ? 1 : kLines, false>(p, shared, tile_rows);
   } else if (shared.splits <= kWarpSplits) {
     combine_lines<kWide, kLines, false>(p, shared, tile_rows);
   } else {

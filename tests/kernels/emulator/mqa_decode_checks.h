@@ -312,6 +312,7 @@ const DecodeCase kCases[] = {
     {{"static", 3, 2, 420, 40, 1, 512, {.page_size = 7, .window = 300, .infinite = true}},
      14,
      kStatic},
+    {{"static, ten splits", 1, 1, 640, 64, 1, 576, {.full = true}}, 40, kUsual},
     {{"static, many splits", 1, 1, 1200, 33, 1, 576, {.full = true}}, 21, kStatic},
     {{"static, whole", 5, 1, 260, 64, 1, 576, {.normalized = false}}, 6, kStatic},
     {{"static, row passes", 2, 5, 200, 57, 1, 512, {.window = 70, .infinite = true}}, 22, kStatic},
