@@ -6,29 +6,14 @@
 
 int main(int argc, char** argv) {
   using namespace jax_dsa;
-  const auto cases = emulator::cases(argc, argv, kCases,
-                                     {"one request",
-                                      "few requests",
-                                      "many, whole",
-                                      "queries",
-                                      "pages of 7, sharp",
-                                      "few, equally long, pages",
-                                      "few, floats",
-                                      "separate values 128",
-                                      "separate values 256, pages",
-                                      "separate values 64",
-                                      "records",
-                                      "few, records",
-                                      "huge scores",
-                                      "few, huge scores",
-                                      "static, one request",
-                                      "static",
-                                      "static, few",
-                                      "plan",
-                                      "few, plan of other lengths",
-                                      "plan of other sizes",
-                                      "few, forged plan"},
-                                     [](const DecodeCase& c) { return c.c.name; });
+  const auto cases =
+      emulator::cases(argc, argv, kCases,
+                      {"one request", "few requests", "many, whole", "queries", "pages of 7, sharp",
+                       "few, equally long, pages", "few, floats", "separate values 128",
+                       "separate values 256, pages", "separate values 64", "records",
+                       "few, records", "huge scores", "few, huge scores", "static, one request",
+                       "static, few", "plan", "few, plan of other lengths", "few, forged plan"},
+                      [](const DecodeCase& c) { return c.c.name; });
   for (const DecodeCase& c : cases) {
     for (const auto& options : emulator::schedules(argc, argv, &c - kCases))
       run(c, options, hopper::launch_mqa_decode, hopper::launch_mqa_decode_plan);
