@@ -11,6 +11,7 @@
 #include "htree/htree.h"
 #include "indexer/indexer.h"
 #include "mla/layout.h"
+#include "mqa_decode/mqa_decode.h"
 #include "sparse_attention/decode.h"
 #include "sparse_attention/sparse_attention.h"
 #include "sparse_mla/sparse_mla_decode.h"
@@ -82,6 +83,7 @@ inline constexpr int64_t kLatentDims[] = {576, 512};  // of keys whose first val
 inline constexpr int64_t kValueDim = kMlaValueDim;
 inline constexpr int64_t kDims[] = {64, 128, 256};  // of keys, and of values of their own
 inline constexpr int64_t kMaxRows = kInt32Max - 64;
+inline constexpr int64_t kPlanFields = sizeof(MqaDecodeRange) / sizeof(int32_t);
 }  // namespace mqa_decode
 
 namespace sparse_attention {

@@ -114,6 +114,8 @@ nb::dict limits() {
   add("mqa_decode", "DIMS", values(l::mqa_decode::kDims));
   add("mqa_decode", "LATENT_DIMS", values(l::mqa_decode::kLatentDims));
   add("mqa_decode", "MAX_ROWS", l::mqa_decode::kMaxRows);
+  add("mqa_decode", "PLAN_FIELDS", l::mqa_decode::kPlanFields);
+  add("mqa_decode", "PLAN_RANGES", int64_t{jax_dsa::kMqaDecodePlanRanges});
   add("mqa_decode", "VALUE_DIM", l::mqa_decode::kValueDim);
   add("quantize_fp8", "BLOCK", int64_t{jax_dsa::kQuantizeBlock});
   add("sparse_attention", "DECODE_DIMS", values(l::sparse_attention::kDecodeDims));

@@ -11,11 +11,11 @@ namespace {
 // q [B, T, N, D]; k [B, S, G, D], or [1, S, G, D] shared by all requests; with a page table
 // [B or 1, P * page_size, G, D]; FP8 records are uint8 [..., 656]; v like k with E in place of D,
 // or absent: the values are then the first 512 elements of the keys; starts [B, T], ends [B, T],
-// sinks [B, N]?, page_table [B, R]?
+// sinks [B, N]?, page_table [B, R]?, plan [1, kMqaDecodePlanRanges, 8]?
 // -> out [B, T, N, E], bfloat16 or float32, max_logit and log_sum [B, T, N], and the workspaces
 //    partial, partial_rows and split_tiles, whose sizes mqa_decode_workspace returns
 ffi::Error mqa_decode(cudaStream_t stream, BF16 q, AnyBuffer k, AnyBuffer v, S32 starts, S32 ends,
-                      AnyBuffer sinks, AnyBuffer page_table, Result<AnyBuffer> out,
+                      AnyBuffer sinks, AnyBuffer page_table, AnyBuffer plan, Result<AnyBuffer> out,
                       Result<F32> max_logit, Result<F32> log_sum, Result<F32> partial,
                       Result<F32> partial_rows, Result<S32> split_tiles, Attr<float, "scale"> scale,
                       Attr<int32_t, "page_size"> page_size, Attr<bool, "exact_max"> exact_max) {
@@ -61,6 +61,10 @@ ffi::Error mqa_decode(cudaStream_t stream, BF16 q, AnyBuffer k, AnyBuffer v, S32
   DSA_FFI_RETURN_IF_ERROR(read_scale(kOp, scale, &params));
   params.keys = rows;
   DSA_FFI_RETURN_IF_ERROR(read_page_table(kOp, "k", page_table, rows, page_size, &params));
+  const void* ranges = nullptr;
+  DSA_FFI_RETURN_IF_ERROR(optional_data(kOp, "plan", plan, DataType::S32,
+                                        {1, kMqaDecodePlanRanges, limits::kPlanFields}, &ranges));
+  params.plan = static_cast<const MqaDecodeRange*>(ranges);
   DSA_FFI_RETURN_IF_ERROR(
       check_range(kOp, "the number of keys of a request", params.keys, 0, limits::kMaxRows));
   DSA_FFI_RETURN_IF_ERROR(
@@ -95,7 +99,42 @@ ffi::Error mqa_decode(cudaStream_t stream, BF16 q, AnyBuffer k, AnyBuffer v, S32
   return launch_status(kOp, launch_mqa_decode(params, stream));
 }
 
-DSA_FFI_HANDLER("jax_dsa.mqa_decode.v3", mqa_decode, kEveryGpu);
+// starts [C, B, T], ends [C, B, T], for C plans -> ranges [C, kMqaDecodePlanRanges, 8]
+ffi::Error mqa_decode_plan(cudaStream_t stream, S32 starts, S32 ends, Result<S32> ranges,
+                           Attr<int32_t, "heads"> heads, Attr<int32_t, "groups"> groups,
+                           Attr<int32_t, "dim"> dim, Attr<bool, "records"> records) {
+  constexpr const char* kOp = "mqa_decode_plan";
+  namespace limits = ::jax_dsa::limits::mqa_decode;
+  DSA_FFI_RETURN_IF_ERROR(check_rank(kOp, "starts", starts.dimensions(), {"C", "B", "T"}));
+  const int64_t plans = starts.dimensions()[0], batch = starts.dimensions()[1];
+  const int64_t queries = starts.dimensions()[2];
+  DSA_FFI_RETURN_IF_ERROR(check_shape(kOp, "ends", ends.dimensions(), {plans, batch, queries}));
+  DSA_FFI_RETURN_IF_ERROR(check_shape(kOp, "ranges", ranges->dimensions(),
+                                      {plans, kMqaDecodePlanRanges, limits::kPlanFields}));
+  DSA_FFI_RETURN_IF_ERROR(check_groups(kOp, heads, groups));
+  DSA_FFI_RETURN_IF_ERROR(check_range(kOp, "N", heads, 0, limits::kMaxRows));
+  DSA_FFI_RETURN_IF_ERROR(
+      check_range(kOp, "B * T * N", batch * queries * heads, 0, limits::kMaxRows));
+  MqaDecodeParams params = {};
+  params.batch = batch;
+  params.queries = queries;
+  params.heads = heads;
+  params.groups = groups;
+  params.dim = dim;
+  params.records = records;
+  params.keys = limits::kMaxRows;
+  for (int64_t i = 0; i < plans; ++i) {
+    params.starts = starts.typed_data() + i * batch * queries;
+    params.ends = ends.typed_data() + i * batch * queries;
+    auto* const plan =
+        reinterpret_cast<MqaDecodeRange*>(ranges->typed_data()) + i * kMqaDecodePlanRanges;
+    DSA_FFI_RETURN_IF_ERROR(launch_status(kOp, launch_mqa_decode_plan(params, plan, stream)));
+  }
+  return ffi::Error::Success();
+}
+
+DSA_FFI_HANDLER("jax_dsa.mqa_decode.v4", mqa_decode, kEveryGpu);
+DSA_FFI_HANDLER("jax_dsa.mqa_decode_plan.v1", mqa_decode_plan, kHopperOnly);
 
 }  // namespace
 }  // namespace jax_dsa

@@ -33,7 +33,7 @@ from jax_dsa.ops.htree import (
 from jax_dsa.ops.indexer import indexer_block_topk, indexer_logits, indexer_topk
 from jax_dsa.ops.losses import dense_indexer_kl_loss, indexer_kl_loss
 from jax_dsa.ops.masked_attention import masked_attention, masked_attention_varlen
-from jax_dsa.ops.mqa_decode import merge_attention, mqa_decode
+from jax_dsa.ops.mqa_decode import MqaDecodePlan, merge_attention, mqa_decode, mqa_decode_plan
 from jax_dsa.ops.quantize_fp8 import dequantize_fp8, fake_quantize_fp8, quantize_fp8
 from jax_dsa.ops.sparse_attention import (
     sparse_attention,
@@ -53,6 +53,7 @@ __all__ = [
     "FlatCache",
     "HTreeCache",
     "HTreeSelection",
+    "MqaDecodePlan",
     "PagedCache",
     "__version__",
     "attention_probs",
@@ -82,6 +83,7 @@ __all__ = [
     "mean_pool",
     "merge_attention",
     "mqa_decode",
+    "mqa_decode_plan",
     "nn",
     "plain_xla",
     "quantize_fp8",

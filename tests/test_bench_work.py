@@ -96,6 +96,13 @@ def decode_bytes(x: Sizes, keys: int, per_key: int) -> int:
     return x.B * (keys * per_key + 2 * x.N * x.D + 2 * x.N * E)
 
 
+def dense_decode(x: Sizes) -> dict[str, int]:
+    return {
+        BF16: x.B * attention(x.N, x.S, x.D, min(E, x.D)),
+        COPY: decode_bytes(x, x.S, 2 * x.D),
+    }
+
+
 def quantized_bytes(x: Sizes) -> int:
     """Bytes of a bfloat16 matrix, of its codes, and of a scale for each 128 elements of a row."""
     return 2 * x.M * x.C + x.M * x.C + 4 * x.M * -(-x.C // 128)
@@ -199,10 +206,8 @@ BY_HAND = {
     "gated_pool bwd bf16": lambda x: {COPY: 2 * 4 * x.pooled + 2 * x.pooled // (x.R * x.H)},
     "gated_pool fwd bf16 mean": lambda x: {COPY: 2 * x.B * x.S * x.D * 5 // 4},
     "gated_pool bwd bf16 mean": lambda x: {COPY: 2 * x.B * x.S * x.D * 5 // 4},
-    "mqa_decode fwd bf16": lambda x: {
-        BF16: x.B * attention(x.N, x.S, x.D, min(E, x.D)),
-        COPY: decode_bytes(x, x.S, 2 * x.D),
-    },
+    "mqa_decode fwd bf16": dense_decode,
+    "mqa_decode fwd bf16 plan": dense_decode,
     "fp8 fwd bf16": lambda x: {COPY: quantized_bytes(x)},
     "fp8 fwd bf16 pow2": lambda x: {COPY: quantized_bytes(x)},
     "fp8 fwd bf16 dequantise": lambda x: {COPY: quantized_bytes(x)},

@@ -20,10 +20,12 @@ from jax_dsa.ops.gated_pool import gated_pool_for_norm
 from jax_dsa.ops.indexer import indexer_selected_logits
 
 ROOT = pathlib.Path(__file__).parent.parent
+# Classes that functions return. The examples of these functions show them.
+RESULTS = ("BlockMask", "DSAAux", "HTreeSelection", "MqaDecodePlan")
 PUBLIC = [
     getattr(jax_dsa, name)
     for name in jax_dsa.__all__
-    if callable(getattr(jax_dsa, name)) and name not in ("BlockMask", "DSAAux", "HTreeSelection")
+    if callable(getattr(jax_dsa, name)) and name not in RESULTS
 ] + [
     indexer_selected_logits,
     gated_pool_for_norm,

@@ -55,6 +55,9 @@ def test_classes_with_static_fields() -> None:
     mask = jax_dsa.make_block_mask(jnp.ones((1, 1, 130, 140), bool))
     got = stored(lambda x: x, mask)(mask)
     assert (got.query_length, got.key_length) == (130, 140)
+    plan = jax_dsa.mqa_decode_plan(jnp.array([3, 4]), num_heads=8, queries=2, dim=512, fp8=True)
+    got = stored(lambda x: x, plan)(plan)
+    assert got.sizes == (2, 2, 8, 1, 512, True)
 
 
 def test_a_step_over_a_paged_cache() -> None:

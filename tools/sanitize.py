@@ -129,8 +129,9 @@ EXPLANATIONS = {
     ): ("elected_arrival"),
     frozenset(
         [
-            *("mqa_decode/plan.cuh:WorkRangeFinder", "mqa_decode/plan.cuh:find_last_tile"),
-            *("mqa_decode/plan.cuh:SplitIterator", "mqa_decode/plan.cuh:next"),
+            *("mqa_decode/plan.cuh:write", "mqa_decode/plan.cuh:set"),
+            *("mqa_decode/plan.cuh:splits", "mqa_decode/splits.cuh:SplitIterator"),
+            "mqa_decode/splits.cuh:next",
         ]
     ): "warpgroup_arrival",
     frozenset(["mqa_decode/few.cuh:mask_scores", "mqa_decode/few.cuh:produce_few"]): (

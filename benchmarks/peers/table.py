@@ -40,11 +40,13 @@ PEERS = (
             "sparse_mla fwd bf16": flash_mla.sparse,
             "sparse_mla fwd fp8 decode": flash_mla.sparse_decode,
             "mqa_decode fwd bf16": flash_mla.decode,
+            "mqa_decode fwd bf16 plan": flash_mla.decode,
         },
         torch=True,
         prepare={
             "sparse_mla fwd fp8 decode": flash_mla.sparse_decode_operands,
             "mqa_decode fwd bf16": flash_mla.decode_operands,
+            "mqa_decode fwd bf16 plan": flash_mla.decode_operands,
         },
     ),
     Peer(

@@ -11,7 +11,7 @@
 
 #include "common/combine_splits.cuh"
 #include "common/ptx.cuh"
-#include "mqa_decode/plan.cuh"
+#include "mqa_decode/splits.cuh"
 
 namespace jax_dsa::mqa_decode {
 
@@ -27,7 +27,7 @@ struct SplitTile {
   int cta_group, work_tile, splits;
 };
 struct CombineShared {
-  int count, splits;  // split work tiles, and the most splits of any
+  int count, splits;  // work tiles that may be split, and the most splits that any may have
   SplitTile split_tiles[kMaxCtaGroups];
   float weights[kMaxCtaGroups][16];  // by split and row of a line; without kByCta each warp has
                                      // kWarpSplits splits of its own
@@ -58,6 +58,16 @@ __device__ inline void find_split_tiles(const Decode& p, CombineShared& shared) 
   }
   splits = __reduce_max_sync(~0u, splits);
   if (lane == 0) shared.count = count, shared.splits = splits;
+}
+
+// The same for static splits, which follow from the lengths. Called by all threads, also while the
+// splits are being computed.
+__device__ inline void list_static_splits(const Decode& p, CombineShared& shared) {
+  for (int i = threadIdx.x; i < p.work_tiles; i += kCombineThreads) {
+    const int tiles = visible_keys_by_thread(p, quotient(i, p.per_request)).tiles();
+    shared.split_tiles[i] = {i * p.static_splits, i, ceil_div(tiles, p.static_split_tiles(tiles))};
+  }
+  if (threadIdx.x == 0) shared.count = p.work_tiles, shared.splits = p.static_splits;
 }
 
 // Combines kLines lines of a split work tile, the first of which is `line` of a CTA rank's results.
@@ -147,9 +157,8 @@ struct CombineLines {
         }
       }
     }
-    const int per_request = p.groups * p.row_passes,
-              batch = quotient(split_tile.work_tile, per_request);
-    const int rest = split_tile.work_tile - batch * per_request,
+    const int batch = quotient(split_tile.work_tile, p.per_request);
+    const int rest = split_tile.work_tile - batch * p.per_request,
               group = quotient(rest, p.row_passes);
     const int row = ((rest - group * p.row_passes) * p.cta_group_size + cta_rank) * tile_rows;
     max = max_over_lanes<kLanes>(max);
@@ -261,16 +270,30 @@ struct CombineLines {
   }
 };
 
+// Returns how many jobs of kLines lines the work tiles have that may be split.
+template <int kLines>
+__host__ __device__ constexpr int combine_jobs(const Decode& p, int work_tiles, int tile_rows) {
+  return work_tiles * p.cta_group_size * (tile_rows * p.value_dim / (128 * kLines));
+}
+
 template <bool kWide, int kLines, bool kByCta>
 __device__ void combine_lines(const Decode& p, CombineShared& shared, int tile_rows) {
   const int jobs_per_rank = tile_rows * p.value_dim / (128 * kLines);
-  const int jobs_per_tile = p.cta_group_size * jobs_per_rank, jobs = shared.count * jobs_per_tile;
-  const int first =
-      kByCta ? blockIdx.x : blockIdx.x * kCombineWarps + static_cast<int>(threadIdx.x) / 32;
+  const int jobs_per_tile = p.cta_group_size * jobs_per_rank;
+  const int jobs = combine_jobs<kLines>(p, shared.count, tile_rows);
+  // Warps of a CTA take neighboring lines, which share the maxima of their rows. Few jobs are
+  // rather spread over all CTAs.
+  const int warp = static_cast<int>(threadIdx.x) / 32;
+  const bool spread = jobs * 2 <= static_cast<int>(gridDim.x) * kCombineWarps;
+  const int first = kByCta   ? blockIdx.x
+                    : spread ? warp * gridDim.x + blockIdx.x
+                             : blockIdx.x * kCombineWarps + warp;
   for (int job = first; job < jobs; job += gridDim.x * (kByCta ? 1 : kCombineWarps)) {
     const int tile = quotient(job, jobs_per_tile), rest = job - tile * jobs_per_tile;
     const int cta_rank = quotient(rest, jobs_per_rank);
-    CombineLines<kWide, kLines, kByCta>(p, shared, shared.split_tiles[tile], cta_rank, tile_rows,
+    const SplitTile& split_tile = shared.split_tiles[tile];
+    if (split_tile.splits < 2) continue;  // its results are final
+    CombineLines<kWide, kLines, kByCta>(p, shared, split_tile, cta_rank, tile_rows,
                                         (rest - cta_rank * jobs_per_rank) * kLines)
         .run();
   }
@@ -280,11 +303,16 @@ template <bool kWide, int kLines>
 __global__ void __launch_bounds__(kCombineThreads, kCombineCtasPerSm)
     combine_kernel(const __grid_constant__ Decode p, int tile_rows) {
   auto& shared = dynamic_shared<CombineShared>();
+  if (p.static_splits > 0) list_static_splits(p, shared);
   grid_dependency_wait();
-  if (threadIdx.x < 32) find_split_tiles(p, shared);
+  if (p.static_splits == 0 && threadIdx.x < 32) find_split_tiles(p, shared);
   __syncthreads();
   if (kWide && shared.splits <= kFewSplits) {
     combine_lines<kWide, kWide ? 4 : kLines, false>(p, shared, tile_rows);
+  } else if (kWide && shared.splits > 16 / kLines && shared.splits <= kWarpSplits &&
+             combine_jobs<1>(p, shared.count, tile_rows) <= gridDim.x * kCombineWarps) {
+    // Each warp has one job anyway. With one line it loads all splits at a time.
+    combine_lines<kWide, kWide ? 1 : kLines, false>(p, shared, tile_rows);
   } else if (shared.splits <= kWarpSplits) {
     combine_lines<kWide, kLines, false>(p, shared, tile_rows);
   } else {

@@ -227,7 +227,7 @@ __global__ void __launch_bounds__(kFewThreads, kFewCtasPerSm)
     wait_for(shared.notes.range);
     produce_few<Tr, kRecords>(p, shared);
   } else {
-    WorkRangeFinder<128>(p, shared.notes.scratch, shared.notes.range).find_last_tile();
+    find_work_range<128>(p, shared.notes.scratch, shared.notes.range);
     raise_registers<kConsumer>();
     mla::consume_few(Work<FewShared<Tr>>(p), shared);
   }

@@ -14,12 +14,10 @@ cudaError_t launch_kernel(void (*kernel)(Decode), const TunedParams& params, int
   Device device;
   DSA_RETURN_IF_CUDA_ERROR(current_device(&device));
   const Decode p(params, tile_rows, kCtasPerSm * std::min(device.num_sms, kMaxSms));
-  const int64_t tiles = ceil_div(p.keys, int64_t{kTile}) + kWorkTileOverhead + 1;
-  if ((p.batch * p.groups * p.row_passes + kMaxCtaGroups) * tiles > INT32_MAX)
-    return cudaErrorInvalidValue;
+  if (!p.costs_fit()) return cudaErrorInvalidValue;
   const int64_t ctas = int64_t{p.cta_groups} * p.cta_group_size;
   const cudaError_t e = launch_blocks(kernel, ctas, threads, sizeof(Shared), stream, p);
-  if (e != cudaSuccess || p.cta_groups == 1) return e;
+  if (e != cudaSuccess || !p.may_split()) return e;
   return launch_combine(p, tile_rows, kWide, stream);
 }
 

@@ -4,16 +4,20 @@
 // of 64 keys and as many row tiles (16, 32 or 64 rows of queries times heads) as a CTA group has
 // CTAs. Its cost is its number of key tiles plus kWorkTileOverhead.
 //
-// Work ranges. The work tiles of all requests, end to end, are divided into equal work ranges, one
-// per CTA group. All CTAs of a group process the same range, each for another row tile, and so read
-// the same keys at the same time. Each CTA adds up the requests' costs itself, from the lengths in
-// device memory. That takes microseconds; a kernel launch for it would take longer.
+// Work ranges. The work tiles of all requests, end to end, are divided into work ranges, one per
+// CTA group. All CTAs of a group process the same range, each for another row tile, and so read the
+// same keys at the same time. The intersection of a work range and a work tile is a KV split.
+// Splits that are not whole work tiles leave partial results for the combine kernel. A CTA has at
+// most two of these: the end of a work tile that an earlier CTA group began, and the beginning of
+// one that a later CTA group finishes. A CTA gets its range in one of three ways.
 //
-// KV splits. The intersection of a work range and a work tile is a KV split. Splits that are not
-// whole work tiles leave partial results for the combine kernel. A CTA has at most two of these:
-// the end of a work tile that an earlier CTA group began, and the beginning of one that a later CTA
-// group finishes. If whole work tiles fit the CTA groups nearly as well, none is split. Otherwise,
-// if all work tiles are nearly equally long, each gets CTA groups of its own.
+// - Static splits. If the shapes say that no work tile can take long, each gets CTA groups of its
+//   own. A CTA needs the length of its request only.
+// - A plan, which a caller has made from the lengths before (plan.cu).
+// - Otherwise each CTA adds up the requests' costs itself, from the lengths in device memory, and
+//   takes an equal share. That takes microseconds; a kernel launch for it would take longer. If
+//   whole work tiles fit the CTA groups nearly as well, none is split. Otherwise, if all work tiles
+//   are nearly equally long, each gets CTA groups of its own.
 #pragma once
 
 #include <algorithm>
@@ -33,6 +37,8 @@ inline constexpr int kWorkTileOverhead = 2;  // in key tiles: the wait for a wor
 inline constexpr int kMaxCtaGroupSize = 8;
 inline constexpr int kPlanBarrier = 6;  // a named barrier that no other code uses
 inline constexpr int kMaxCtaGroups = 2 * kMaxSms;
+inline constexpr int kPlanMark = 0x716d6401;  // no other array is likely to have it at this place
+static_assert(kMaxCtaGroups == kMqaDecodePlanRanges);
 
 // Returns a / b for a >= 0 and b > 0, where b is usually a power of two. A division takes about a
 // hundred cycles, and the start of a kernel would have many of them.
@@ -49,8 +55,11 @@ struct Decode : TunedParams {
   int per_group;  // heads per KV head group
   int rows;       // rows of a KV head group: its heads for each query
   int cta_group_size, row_passes, cta_groups;
+  int per_request, work_tiles;   // work tiles of a request, and of all of them
   int combine_cost;              // cost of splitting all work tiles, in key tiles
   int work_tiles_per_cta_group;  // work tiles per CTA group if none is split
+  int splits_per_tile;           // so many splits of a work tile cost as much as a key tile
+  int static_splits = 0;         // CTA groups of each work tile; 0: no static splits
 
   Decode(const TunedParams& p, int tile_rows, int ctas) : TunedParams(p) {
     per_group = heads / groups;
@@ -66,12 +75,41 @@ struct Decode : TunedParams {
     }
     row_passes = ceil_div(tiles, cta_group_size);
     cta_groups = ctas / cta_group_size;
-    const int64_t work_tiles = batch * groups * row_passes;
-    work_tiles_per_cta_group = static_cast<int>(ceil_div(work_tiles, int64_t{cta_groups}));
+    per_request = groups * row_passes;
+    work_tiles = static_cast<int>(batch) * per_request;
+    work_tiles_per_cta_group = (int64_t{work_tiles} + cta_groups - 1) / cta_groups;
     // The combine kernel processes a few tiles of 64 rows at a time.
-    const int64_t tiles_to_split = std::min<int64_t>(work_tiles, cta_groups);
-    combine_cost = tuning.combine_cost *
-                   (1 + static_cast<int>(tiles_to_split) * cta_group_size * (tile_rows / 64) / 64);
+    const int tiles_to_split = std::min(work_tiles, cta_groups);
+    combine_cost =
+        tuning.combine_cost * (1 + tiles_to_split * cta_group_size * (tile_rows / 64) / 64);
+    splits_per_tile = tuning.splits_per_tile * (64 / tile_rows);
+    if (work_tiles <= cta_groups) divide_statically(ceil_div(static_cast<int>(keys), kTile));
+  }
+
+  // Divides work tiles by static splits if a split of a request with all `tiles` key tiles is not
+  // much longer than an equal share of all work. With several requests there may be much less work.
+  void divide_statically(int tiles) {
+    const int splits = cta_groups / work_tiles;
+    const int64_t share = batch == 1 ? int64_t{tiles} * work_tiles / cta_groups : 0;
+    if (ceil_div(tiles, splits) - share > tuning.max_static_tiles) return;
+    static_splits = splits;
+    static_splits = std::max(ceil_div(tiles, static_split_tiles(tiles)), 1);
+    cta_groups = work_tiles * static_splits;
+  }
+  // Whether the sum of all costs is an int.
+  bool costs_fit() const {
+    const int64_t tiles = ceil_div(keys, int64_t{kTile}) + kWorkTileOverhead + 1;
+    return (int64_t{work_tiles} + kMaxCtaGroups) * tiles <= INT32_MAX;
+  }
+  // Whether there may be work tiles to combine.
+  bool may_split() const { return static_splits > 0 ? static_splits > 1 : cta_groups > 1; }
+  // Returns the number of key tiles per split of a work tile that has `tiles` key tiles. One more
+  // key tile per split must save more time than the combination of the splits that it saves.
+  __host__ __device__ int static_split_tiles(int tiles) const {
+    int n = (tiles + static_splits - 1) / static_splits;
+    if (n == 0) n = 1;
+    while (int64_t{n} * n * splits_per_tile < tiles) ++n;
+    return n;
   }
 
   __device__ int cta_group() const { return quotient(blockIdx.x, cta_group_size); }
@@ -128,21 +166,25 @@ __device__ inline VisibleKeys visible_keys_by_warp(const Decode& p, int64_t batc
 // Returns the cost of a work tile of this request.
 __device__ inline int work_tile_cost(const VisibleKeys& x) { return kWorkTileOverhead + x.tiles(); }
 
-// A position in the sequence of all work.
-struct WorkPosition {
-  int batch, tile;  // the request, and the work tile's number within the request
-  int offset;       // cost of the work tile up to the position
-};
+// Returns a work range without splits.
+__device__ inline MqaDecodeRange no_range(int work_tile) {
+  return {work_tile, work_tile - 1, 0, INT_MAX};
+}
+// The work range of a CTA.
+struct WorkRange : MqaDecodeRange {
+  int batch, tile;      // the request of the first work tile, and its number within the request
+  VisibleKeys visible;  // by the queries of that request
+  uint64_t ready;       // mbarrier; completes when everything is written
 
-// The work range of a CTA group.
-struct WorkRange {
-  WorkPosition first;
-  VisibleKeys visible;  // by the queries of the first work tile
-  int cost;
-  int uniform_cost;  // cost of every work tile, in key tiles, if all are treated as equally long;
-                     // otherwise 0
-  int splits;        // known after `find_last_tile`
-  uint64_t ready;    // mbarrier; completes when everything except `splits` is written
+  // The number of KV splits.
+  __device__ int splits() const { return last - first + 1; }
+  // `first_visible` are the visible keys of the first work tile, if the range has one.
+  __device__ void set(const Decode& p, const MqaDecodeRange& found,
+                      const VisibleKeys& first_visible) {
+    static_cast<MqaDecodeRange&>(*this) = found;
+    batch = quotient(found.first, p.per_request), tile = found.first - batch * p.per_request;
+    visible = first_visible;
+  }
 };
 
 // Must be called before the first __syncthreads.
@@ -151,35 +193,33 @@ __device__ inline void initialise(WorkRange& range) {
 }
 __device__ inline void wait_for(WorkRange& range) { mbarrier_wait(&range.ready, 0); }
 
-// Computes this CTA's work range. The MMA warpgroups do it with all of their kThreads threads, each
-// of which knows the cost of some requests. The producer waits for the range and starts.
-// `find_last_tile` then tells the MMA warpgroups how many splits there are.
+// Divides all work tiles into equal work ranges, and finds one of these. kThreads threads do so
+// together, each of which knows the cost of some requests.
 template <int kThreads>
 struct WorkRangeFinder {
   struct Scratch {
     int sums[kThreads / 32], tops[kThreads / 32];
   };
   const Decode& p;
-  WorkRange& range;
-  int per_request;
   int first, last;      // this thread's requests
   int own_cost = 0;     // of this thread's requests
   int cost_before = 0;  // of all requests before them
   int max_cost = 0;     // of a work tile
   int range_cost;       // of a work range; the first `longer_ranges` ranges have one more
   int longer_ranges;
-  int begin, end;    // this CTA's range within the cost of all work
-  int uniform_cost;  // see WorkRange
+  int cta_group, begin, end;  // the range within the cost of all work
+  int uniform_cost;  // cost of every work tile, in key tiles, if all are treated as equally long;
+                     // otherwise 0
 
-  __device__ WorkRangeFinder(const Decode& p, Scratch& scratch, WorkRange& range)
-      : p(p), range(range), per_request(p.groups * p.row_passes) {
+  __device__ WorkRangeFinder(const Decode& p, int cta_group, Scratch& scratch)
+      : p(p), cta_group(cta_group) {
     const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
     const int batch = static_cast<int>(p.batch), chunk = ceil_div(batch, kThreads);
     first = min(chunk * static_cast<int>(threadIdx.x), batch);
     last = min(first + chunk, batch);
     for (int b = first; b < last; ++b) {
       const int tile_cost = work_tile_cost(visible_keys_by_thread(p, b));
-      own_cost += tile_cost * per_request;
+      own_cost += tile_cost * p.per_request;
       max_cost = max(max_cost, tile_cost);
     }
     cost_before = inclusive_scan(own_cost);
@@ -199,59 +239,46 @@ struct WorkRangeFinder {
       busy = max(quotient(total, p.tuning.min_range_tiles), 1);
     }
     range_cost = quotient(total, busy), longer_ranges = total - range_cost * busy;
-    const int work_tiles = batch * per_request, tiles = max(max_cost - kWorkTileOverhead, 1);
+    const int tiles = max(max_cost - kWorkTileOverhead, 1);
     uniform_cost = 0;
     if (int64_t{p.work_tiles_per_cta_group} * max_cost <= range_cost + p.combine_cost) {
       range_cost = p.work_tiles_per_cta_group * tiles;
       uniform_cost = tiles;
-    } else if (busy >= 2 * work_tiles) {
-      const int splits_per_tile = quotient(busy, work_tiles);
+    } else if (busy >= 2 * p.work_tiles) {
+      const int splits_per_tile = quotient(busy, p.work_tiles);
       const int split_cost = ceil_div(tiles, splits_per_tile);
       if (split_cost <= range_cost + 1) {
         range_cost = split_cost, uniform_cost = split_cost * splits_per_tile;
       }
     }
     if (uniform_cost > 0) {
-      own_cost = (last - first) * per_request * uniform_cost;
-      cost_before = first * per_request * uniform_cost;
-      total = work_tiles * uniform_cost;
+      own_cost = (last - first) * p.per_request * uniform_cost;
+      cost_before = first * p.per_request * uniform_cost;
+      total = p.work_tiles * uniform_cost;
       longer_ranges = 0;
     }
-    const int cta_group = p.cta_group();
     begin = min(range_cost * cta_group + min(cta_group, longer_ranges), total);
     end = min(begin + range_cost + (cta_group < longer_ranges ? 1 : 0), total);
-    if (threadIdx.x == 0) {
-      range.cost = end - begin;
-      range.uniform_cost = uniform_cost;
-      range.splits = 0;
-      if (p.cta_rank() == 0) p.split_tiles[cta_group] = make_int2(0, 0);
-    }
-    if (has(begin)) {
-      const WorkTile work_tile = find(begin);
-      range.first = {work_tile.batch, work_tile.tile, begin - work_tile.begin};
-      range.visible = work_tile.visible;
-    }
-    named_barrier_sync<kThreads>(kPlanBarrier);
-    if (threadIdx.x == 0) mbarrier_arrive(&range.ready);
   }
 
-  // Counts the splits of the range. If the range begins its last work tile without finishing it,
-  // records that work tile and its number of splits for the combine kernel.
-  __device__ void find_last_tile() {
-    if (has(end - 1)) {
-      const WorkTile work_tile = find(end - 1);
-      range.splits = (work_tile.batch - range.first.batch) * per_request + work_tile.tile -
-                     range.first.tile + 1;
-      const int tile_end = work_tile.begin + work_tile.tile_cost;
-      if (p.cta_rank() == 0 && work_tile.begin >= begin && tile_end > end) {
-        const int longer_cost = longer_ranges * (range_cost + 1), rest = tile_end - 1 - longer_cost;
-        const int last_group =
-            rest < 0 ? (tile_end - 1) / (range_cost + 1) : longer_ranges + rest / range_cost;
-        p.split_tiles[p.cta_group()] = make_int2(work_tile.batch * per_request + work_tile.tile,
-                                                 last_group - p.cta_group() + 1);
-      }
+  // Writes the range. All threads see it after the next barrier.
+  __device__ void write(WorkRange& range) const {
+    if (begin >= end && threadIdx.x == 0) range.set(p, no_range(0), {});
+    if (has(begin)) {
+      const WorkTile x = find(begin);
+      range.batch = x.batch, range.tile = x.tile, range.visible = x.visible;
+      range.first = x.batch * p.per_request + x.tile, range.from = key_tiles(begin - x.begin);
     }
-    named_barrier_sync<kThreads>(kPlanBarrier);
+    if (has(end - 1)) {
+      const WorkTile x = find(end - 1);
+      // A range does not end between the beginning of a work tile and its first key tile.
+      const int to = key_tiles(end - x.begin), index = x.batch * p.per_request + x.tile;
+      const bool whole = end == x.begin + x.tile_cost;
+      range.last = to == 0 && !whole ? index - 1 : index;
+      range.to = to == 0 || whole ? INT_MAX : to;
+      const bool begins = x.begin >= begin || key_tiles(begin - x.begin) == 0;
+      range.splits_of_last = range.to < INT_MAX && begins ? splits_from(x) : 0;
+    }
   }
 
  private:
@@ -266,92 +293,80 @@ struct WorkRangeFinder {
     for (int b = first, position = cost_before;; ++b) {
       const VisibleKeys visible = visible_keys_by_thread(p, b);
       const int tile_cost = uniform_cost > 0 ? uniform_cost : work_tile_cost(visible);
-      if (at < position + tile_cost * per_request) {
-        const int tile = per_request == 1 ? 0 : quotient(at - position, tile_cost);
+      if (at < position + tile_cost * p.per_request) {
+        const int tile = p.per_request == 1 ? 0 : quotient(at - position, tile_cost);
         return {visible, b, tile, position + tile * tile_cost, tile_cost};
       }
-      position += tile_cost * per_request;
+      position += tile_cost * p.per_request;
     }
+  }
+  // Returns how many key tiles a part of a work tile's cost stands for.
+  __device__ int key_tiles(int cost) const {
+    return uniform_cost > 0 ? cost : max(cost - kWorkTileOverhead, 0);
+  }
+  // Returns the number of splits of the work tile, of which this range has the first.
+  __device__ int splits_from(const WorkTile& x) const {
+    const int at = x.begin + x.tile_cost - 1, rest = at - longer_ranges * (range_cost + 1);
+    const int group = rest < 0 ? at / (range_cost + 1) : longer_ranges + rest / range_cost;
+    return group - cta_group + 1;
   }
 };
 
-// What consumers must know about a KV split.
-struct KvSplit {
-  int batch, group, row;  // `row` is the first of its row tile
-  int partial_index;      // index of its partial results; -1 if its results are final
-  bool has_tiles;
-};
-// Partial outputs are lines of 128 floats. If kWide, a line has the accumulator layout: lines are
-// ordered by column half, warp and column group (8 columns), and a lane has two floats of a row and
-// two of the row 8 below. Otherwise rows follow one another, and a lane has four neighboring floats
-// of one row. The constructor computes where a lane's four floats of a line belong.
-template <bool kWide>
-struct PartialLine {
-  static constexpr int kColumns = kWide ? 8 : 128;  // from one line to the next line of the same
-                                                    // rows
-  int row, column;
+// Finds the range of a CTA group if work tiles are divided by static splits. Called by a warp.
+__device__ inline void find_static_range(const Decode& p, int cta_group, WorkRange& range) {
+  const int work_tile = quotient(cta_group, p.static_splits);
+  const int split = cta_group - work_tile * p.static_splits;
+  const VisibleKeys visible = visible_keys_by_warp(p, quotient(work_tile, p.per_request));
+  const int tiles = visible.tiles(), length = p.static_split_tiles(tiles);
+  const int from = split * length, to = from + length < tiles ? from + length : INT_MAX;
+  MqaDecodeRange found = no_range(work_tile);
+  if (split == 0 || from < tiles) found.last = work_tile, found.from = from, found.to = to;
+  if (threadIdx.x == 0) range.set(p, found, visible);
+}
 
-  __device__ PartialLine(int line, int value_dim) {
-    const int lane = threadIdx.x % 32;
-    if constexpr (kWide) {
-      row = line / 32 % 4 * 16 + lane / 4;
-      column = line / 128 * 256 + line % 32 * 8 + lane % 4 * 2;
-    } else {
-      row = quotient(line * 128 + lane * 4, value_dim);
-      column = line * 128 + lane * 4 - row * value_dim;
+// Reads a range of a plan.
+__device__ inline MqaDecodeRange load_range(const MqaDecodeRange* from) {
+  const auto* const at = reinterpret_cast<const int4*>(from);
+  const int4 a = __ldg(at), b = __ldg(at + 1);
+  return {a.x, a.y, a.z, a.w, b.x, b.y, b.z, b.w};
+}
+
+// Returns whether a range of a plan is one for this call. If the plan was made for a call of other
+// sizes, or is no plan at all, nothing is read or written out of bounds.
+__device__ inline bool is_planned(const Decode& p, int cta_group, const MqaDecodeRange& x) {
+  return x.mark == kPlanMark && x.work_tiles == p.work_tiles && x.cta_groups == p.cta_groups &&
+         x.last < p.work_tiles && x.first >= 0 && x.first <= x.last + 1 && x.from >= 0 &&
+         x.to >= 0 && x.splits_of_last >= 0 && x.splits_of_last <= p.cta_groups - cta_group;
+}
+
+// Finds this CTA's work range, with the kThreads threads of the MMA warpgroups. The producer waits
+// for the range and starts.
+template <int kThreads>
+__device__ __forceinline__ void find_work_range(
+    const Decode& p, typename WorkRangeFinder<kThreads>::Scratch& scratch, WorkRange& range) {
+  const int cta_group = p.cta_group();
+  MqaDecodeRange planned = {};
+  if (p.static_splits == 0 && p.plan) planned = load_range(p.plan + cta_group);
+  if (p.static_splits > 0) {
+    if (threadIdx.x < 32) find_static_range(p, cta_group, range);
+  } else if (is_planned(p, cta_group, planned)) {
+    if (threadIdx.x < 32) {
+      VisibleKeys visible;
+      if (planned.first <= planned.last) {
+        visible = visible_keys_by_warp(p, quotient(planned.first, p.per_request));
+      }
+      if (threadIdx.x == 0) range.set(p, planned, visible);
+    }
+  } else {
+    WorkRangeFinder<kThreads>(p, cta_group, scratch).write(range);
+  }
+  named_barrier_sync<kThreads>(kPlanBarrier);
+  if (threadIdx.x == 0) {
+    mbarrier_arrive(&range.ready);
+    if (p.static_splits == 0 && p.cta_rank() == 0) {
+      p.split_tiles[cta_group] = make_int2(range.last, range.splits_of_last);
     }
   }
-};
-// Splits that are kept. Results of a split are written after the keys of the next splits have
-// arrived.
-inline constexpr int kSplitsKept = 4;
-
-// Iterates over the KV splits of a CTA's work range. Used by a whole warp.
-struct SplitIterator {
-  const Decode& p;
-  const WorkRange& range;
-  int tile_rows;
-  int index = -1;   // of the split
-  int batch, tile;  // the split's request, and the work tile's number within the request
-  int cost_left;
-  VisibleKeys visible;
-  KvSplit split;
-  int first_key, tiles;  // the split's first key and number of key tiles
-
-  __device__ SplitIterator(const Decode& p, const WorkRange& range, int tile_rows)
-      : p(p),
-        range(range),
-        tile_rows(tile_rows),
-        batch(range.first.batch),
-        tile(range.first.tile),
-        cost_left(range.cost),
-        visible(range.visible) {}
-
-  __device__ bool next() {
-    if (cost_left <= 0) return false;
-    if (++index > 0 && ++tile == p.groups * p.row_passes) {
-      tile = 0;
-      visible = visible_keys_by_warp(p, ++batch);
-    }
-    const int group = quotient(tile, p.row_passes);
-    const int row = ((tile - group * p.row_passes) * p.cta_group_size + p.cta_rank()) * tile_rows;
-    const int begin = index == 0 ? range.first.offset : 0;
-    const int all = range.uniform_cost > 0 ? range.uniform_cost : work_tile_cost(visible);
-    const int stop = cost_left < all - begin ? begin + cost_left : all;
-    cost_left -= stop - begin;
-    const bool final = begin == 0 && stop == all;
-    const int overhead = range.uniform_cost > 0 ? 0 : kWorkTileOverhead;
-    const int from = max(begin - overhead, 0);
-    first_key = visible.first_key() + from * kTile;
-    tiles = row < p.rows ? max(min(stop - overhead, visible.tiles()) - from, 0) : 0;
-    split = {batch, group, row, final ? -1 : static_cast<int>(blockIdx.x) * 2 + (begin == 0),
-             tiles > 0};
-    return true;
-  }
-};
-
-// Launches the kernel that combines the splits of work tiles of `tile_rows` rows (combine.cuh). It
-// may start under programmatic dependent launch.
-cudaError_t launch_combine(const Decode& p, int tile_rows, bool wide, cudaStream_t stream);
+}
 
 }  // namespace jax_dsa::mqa_decode

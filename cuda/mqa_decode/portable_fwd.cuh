@@ -22,21 +22,19 @@ struct CurrentSplit {
   KvSplit split;
   VisibleKeys visible;
   int first_key, tiles;
-  int index, batch, tile, cost_left;
+  int index, batch, tile;
   bool exists;
 
   // Moves on to the next split. Called by a warp.
   __device__ void advance(const Decode& p, const WorkRange& range, int tile_rows) {
     SplitIterator x(p, range, tile_rows);
     if (index >= 0) {
-      x.index = index, x.batch = batch, x.tile = tile, x.cost_left = cost_left;
-      x.visible = visible;
+      x.index = index, x.batch = batch, x.tile = tile, x.visible = visible;
     }
     const bool found = x.next();
     __syncwarp();
     if (threadIdx.x % 32 == 0) {
-      *this = {x.split, x.visible, x.first_key, x.tiles, x.index,
-               x.batch, x.tile,    x.cost_left, found};
+      *this = {x.split, x.visible, x.first_key, x.tiles, x.index, x.batch, x.tile, found};
     }
   }
 };
@@ -225,7 +223,7 @@ __global__ void __launch_bounds__(Tr::kThreads, Tr::kCtas)
   if (threadIdx.x == 0) current.index = -1;
   __syncthreads();
   launch_dependents();
-  WorkRangeFinder<Tr::kThreads>(p, shared.scratch, shared.range).find_last_tile();
+  find_work_range<Tr::kThreads>(p, shared.scratch, shared.range);
 #pragma unroll 1
   for (;;) {
     __syncthreads();  // the last split is finished

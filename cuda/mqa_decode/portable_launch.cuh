@@ -17,15 +17,12 @@ cudaError_t launch_portable(const TunedParams& params, const Device& device, cud
       std::min(int64_t{std::min(fit, Tr::kCtas)} * std::min(device.num_sms, kMaxSms),
                mqa_decode_workspace(rows).rows / (2 * Tr::kHeads));
   const Decode p(params, Tr::kHeads, static_cast<int>(ctas));
-  const int64_t tiles = ceil_div(p.keys, int64_t{kTile}) + kWorkTileOverhead + 1;
-  if ((p.batch * p.groups * p.row_passes + kMaxCtaGroups) * tiles > INT32_MAX) {
-    return cudaErrorInvalidValue;
-  }
+  if (!p.costs_fit()) return cudaErrorInvalidValue;
   const auto kernel = portable_fwd_kernel<Tr, kRecords>;
   DSA_RETURN_IF_CUDA_ERROR(prefer_shared_memory(kernel, kMaxSharedBytes / 1024));
   DSA_RETURN_IF_CUDA_ERROR(launch_blocks(kernel, int64_t{p.cta_groups} * p.cta_group_size,
                                          Tr::kThreads, kBytes, stream, p));
-  return p.cta_groups == 1 ? cudaSuccess : launch_combine(p, Tr::kHeads, false, stream);
+  return p.may_split() ? launch_combine(p, Tr::kHeads, false, stream) : cudaSuccess;
 }
 
 // Launches with the first traits whose shared memory the GPU has.

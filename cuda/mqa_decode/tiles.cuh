@@ -12,7 +12,7 @@
 #include "common/softmax.cuh"
 #include "mla/record_tiles.cuh"
 #include "mla/rows.cuh"
-#include "mqa_decode/plan.cuh"
+#include "mqa_decode/splits.cuh"
 
 namespace jax_dsa::mqa_decode {
 
@@ -74,7 +74,7 @@ __device__ int work_tile_step(const Work<Shared>&) {
 }
 template <typename Shared>
 __device__ int work_tile_count(const Work<Shared>& w) {
-  return w.notes().range.splits;
+  return w.notes().range.splits();
 }
 template <typename Shared>
 __device__ float lazy_margin(const Work<Shared>& w) {

@@ -14,9 +14,15 @@ struct Tuning {
   int combine_cost = 6;     // cost of splitting a few work tiles, in key tiles; nothing is split to
                             // save less
   int min_range_tiles = 3;  // the fewest key tiles of a work range, if there are enough for one
+  int max_static_tiles = 6;  // work tiles are divided by static splits if these have at most this
+                             // many key tiles more than necessary; -1: never
+  int splits_per_tile = 10;  // combining this many static splits of 64 rows takes as long as a key
+                             // tile; > 0
 };
 
 cudaError_t launch(const MqaDecodeParams& params, const Tuning& tuning, cudaStream_t stream);
+cudaError_t launch_plan(const MqaDecodeParams& params, const Tuning& tuning, MqaDecodeRange* plan,
+                        cudaStream_t stream);
 
 // Returns whether the kernels take these parameters.
 inline bool is_valid(const MqaDecodeParams& p) {
@@ -36,7 +42,9 @@ inline bool is_valid(const MqaDecodeParams& p) {
 namespace hopper {
 cudaError_t launch_mqa_decode(const MqaDecodeParams& params, const mqa_decode::Tuning& tuning,
                               cudaStream_t stream);
-}
+cudaError_t launch_mqa_decode_plan(const MqaDecodeParams& params, const mqa_decode::Tuning& tuning,
+                                   MqaDecodeRange* plan, cudaStream_t stream);
+}  // namespace hopper
 namespace portable {
 cudaError_t launch_mqa_decode(const MqaDecodeParams& params, const mqa_decode::Tuning& tuning,
                               const Device& device, cudaStream_t stream);

@@ -99,6 +99,11 @@ __device__ void produce_wide(const Decode& p, WideShared<kD>& shared) {
   const mla::UnpackedRows unpacked(smem_address(shared.keys));
   uint32_t phases = 0;  // one bit per tile parity
 
+  // Copy the queries of a static split while the MMA warpgroups wait for the lengths.
+  const KvSplit own = p.static_splits > 0 ? static_split(p, kWideRows) : KvSplit{.row = p.rows};
+  const bool early = own.row < p.rows;
+  if (early) copy_queries<kD, kWideRows>(p, own, smem_address(shared.q), policy);
+  wait_for(shared.notes.range);
   for (SplitIterator iterator(p, shared.notes.range, kWideRows); iterator.next();) {
     const KvSplit& split = iterator.split;
     const int tiles = iterator.tiles;
@@ -106,7 +111,7 @@ __device__ void produce_wide(const Decode& p, WideShared<kD>& shared) {
     int page = keys.page(tile_row);
     if (leader) shared.notes.splits[iterator.index % kSplitsKept] = split;
     mla::begin_work_tile(shared, iterator.index % 2, tiles, [&] {
-      copy_queries<kD, kWideRows>(p, split, smem_address(shared.q), policy);
+      if (!early) copy_queries<kD, kWideRows>(p, split, smem_address(shared.q), policy);
     });
 
     int row = -1;  // cache row of this lane's row of the next tile
@@ -240,6 +245,7 @@ __device__ void produce_wide(const Decode& p, WideShared<kD>& shared) {
       phases ^= 1 << tile % 2;
     }
   }
+  if (early) cp_async_wait();  // also if the range has no split
 }
 
 // Unpacking takes more registers than copying.
@@ -254,11 +260,10 @@ __global__ void __launch_bounds__(kWideThreads, 1) wide_kernel(const __grid_cons
   const int warpgroup = threadIdx.x / 128;
   if (warpgroup == 2) {
     lower_registers<kProducer>();
-    wait_for(shared.notes.range);
     produce_wide<kD, kRecords>(p, shared);
     return;
   }
-  WorkRangeFinder<256>(p, shared.notes.scratch, shared.notes.range).find_last_tile();
+  find_work_range<256>(p, shared.notes.scratch, shared.notes.range);
   if (warpgroup == 0) {
     raise_registers<kConsumer>();
     mla::consume<kD, 0>(Work<WideShared<kD>>(p), shared);

@@ -44,8 +44,8 @@ def decode(case: Case, q: Any, pages: Any, table: Any, lengths: Any) -> Any:
     return call(q, pages, table, lengths, 512, _schedule(case.label), **options)[0]
 
 
-def decode_operands(case: Case, q: Any, kv: Any) -> tuple[Any, Any, Any, Any]:
-    """Returns the cache as pages of 64 keys, request after request."""
+def decode_operands(case: Case, q: Any, kv: Any, plan: Any = None) -> tuple[Any, Any, Any, Any]:
+    """Returns the cache as pages of 64 keys, request after request. `plan` is ours."""
     import torch
 
     batch, keys = kv.shape[:2]

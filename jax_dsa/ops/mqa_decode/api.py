@@ -23,7 +23,13 @@ from jax_dsa.core.typing import Array, Float, Implementation, Int
 from jax_dsa.ops.cache.api import FlatCache, PagedCache
 from jax_dsa.ops.cache.keys import Keys, check_record, read_keys
 from jax_dsa.ops.mqa_decode import cuda, xla
-from jax_dsa.ops.mqa_decode.spec import Operands, Options
+from jax_dsa.ops.mqa_decode.spec import (
+    PLAN_FIELDS,
+    PLAN_RANGES,
+    MqaDecodePlan,
+    Operands,
+    Options,
+)
 
 FWD = Pass(
     "mqa_decode_fwd",
@@ -52,6 +58,7 @@ class _Keywords(TypedDict, total=False):
     sinks: Float[Array, "N"] | None
     scale: float | None
     num_splits: int | None
+    plan: MqaDecodePlan | None
     batch_invariant: bool
     implementation: Implementation | None
 
@@ -128,6 +135,7 @@ def mqa_decode(
     sinks: Float[Array, "N"] | None = None,
     scale: float | None = None,
     num_splits: int | None = None,
+    plan: MqaDecodePlan | None = None,
     batch_invariant: bool = False,
     normalize: bool = True,
     return_lse: bool = False,
@@ -167,6 +175,11 @@ def mqa_decode(
         num_splits: Minimum number of chunks of keys that the XLA implementation computes one after
             the other and combines. It bounds memory and changes only rounding. The CUDA kernels
             ignore it and choose their own splits. Default: as many chunks as memory requires.
+        plan: The result of `mqa_decode_plan`, which all layers of a decode step can share. It
+            changes only the time and the rounding of the CUDA kernels for Hopper. Other
+            implementations ignore it, and so does a kernel that plans differently from it: in
+            small calls, under vmap, or where requests or heads are sharded. Default: each call
+            divides its work by itself.
         batch_invariant: Whether a request's result is bit-identical whatever other requests are in
             the batch. Otherwise the KV splits of a request, and so the last bits, may depend on the
             other requests. Gradients are not covered. This costs time: requests are computed one
@@ -229,7 +242,7 @@ def mqa_decode(
         if given is not None:
             fits = args.integer("value_dim", given, 0) == value_dim
             args.option("value_dim", given, fits, f"None or E={value_dim} of 'v'")
-    starts, ends = _visible(args, lengths, starts, local_window_size)
+    starts, ends = visible_keys(args, lengths, starts, local_window_size)
     options = Options(
         scale=scale_or_default(args, scale),
         value_dim=value_dim,
@@ -240,7 +253,10 @@ def mqa_decode(
         exact_max=return_max_logit or not normalize,
     )
     sinks = shared_sinks(args, sinks)
-    operands = Operands(q, keys.rows, v, starts, ends, sinks, keys.page_table)
+    fp8 = keys.rows.dtype == jnp.uint8
+    operands = Operands(
+        q, keys.rows, v, starts, ends, sinks, keys.page_table, _ranges(args, plan, fp8)
+    )
     y = args.restore(mqa_decode_op(call, options, operands))
     y = y._replace(max_logit=jax.lax.stop_gradient(y.max_logit))
     if normalize:
@@ -258,7 +274,30 @@ def _values(args: Args, v: Any, keys: Keys, dtype: Any) -> Array:
     return keys.alongside(args, "v", v, "G E", (dtype,))
 
 
-def _visible(
+def _ranges(args: Args, plan: Any, fp8: bool) -> Array | None:
+    """Returns the ranges of the checked argument `plan`, [1, ranges, fields]."""
+    if plan is None:
+        return None
+    if not isinstance(plan, MqaDecodePlan):
+        raise TypeError(
+            f"{args.op}: argument 'plan' is {type(plan).__name__}, want the result of "
+            f"mqa_decode_plan"
+        )
+    shape = f"{PLAN_RANGES} {PLAN_FIELDS}"
+    ranges = args.array("plan.ranges", plan.ranges, shape, INT32)
+    own = (args.batch, *(args.sizes[x] for x in "TNGD"), fp8)
+    if plan.sizes != own:
+        made, want = (
+            "B={}, T={}, N={}, G={}, D={}, fp8={}".format(*sizes) for sizes in (plan.sizes, own)
+        )
+        raise ValueError(
+            f"{args.op}: argument 'plan' was made for {made}, want one for {want}; make a plan "
+            f"for each kind of call by mqa_decode_plan"
+        )
+    return ranges[None]
+
+
+def visible_keys(
     args: Args, lengths: Array, starts: Any, local_window_size: Any
 ) -> tuple[Int[Array, "B T"], Int[Array, "B T"]]:
     """Returns the half-open range of keys that each query sees."""

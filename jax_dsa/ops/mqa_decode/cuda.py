@@ -11,7 +11,16 @@ import numpy as np
 from jax_dsa.core import ffi
 from jax_dsa.core.layout import RECORD_BYTES
 from jax_dsa.core.streaming import entry_by_entry
-from jax_dsa.ops.mqa_decode.spec import Operands, Options, Results
+from jax_dsa.ops.mqa_decode.spec import (
+    PLAN_FIELDS,  # noqa: F401, compared with the extension's like the limits below
+    PLAN_RANGES,  # noqa: F401
+    Operands,
+    Options,
+    PlanOperands,
+    PlanOptions,
+    PlanResults,
+    Results,
+)
 
 # The kernels' limits; tests/test_ffi.py compares them with those of the extension.
 LATENT_DIMS = (576, 512)  # D without v
@@ -47,6 +56,16 @@ def supports(options: Options, x: Operands) -> str | None:
     return None
 
 
+def supports_plan(options: PlanOptions, x: PlanOperands) -> str | None:
+    """Returns why there is no plan for these calls, or None if there is one."""
+    if options.dim not in (*LATENT_DIMS, *DIMS):
+        return f"it takes D in {(*LATENT_DIMS, *DIMS)}, got {options.dim}"
+    _, B, T = x.starts.shape
+    if B * T * options.heads > MAX_ROWS:
+        return f"it takes up to {MAX_ROWS} queries times heads, got {B * T * options.heads}"
+    return None
+
+
 def mqa_decode_fwd(options: Options, avals: Results, x: Operands) -> Results:
     """Returns what `xla.mqa_decode_fwd` returns.
 
@@ -60,7 +79,7 @@ def mqa_decode_fwd(options: Options, avals: Results, x: Operands) -> Results:
             outs = [jax.ShapeDtypeStruct((x.q.shape[0], *a.shape[1:]), a.dtype) for a in avals]
             return mqa_decode_fwd(per_entry, Results(*outs), x)  # type: ignore[arg-type]
 
-        return entry_by_entry(of_entry, x)
+        return entry_by_entry(of_entry, x._replace(plan=None))
     _, T, N, D = x.q.shape
     records = x.k.dtype == jnp.uint8
     rows, split_tiles = ffi.extension().mqa_decode_workspace(
@@ -71,9 +90,11 @@ def mqa_decode_fwd(options: Options, avals: Results, x: Operands) -> Results:
         jax.ShapeDtypeStruct((rows, 2), jnp.float32),
         jax.ShapeDtypeStruct((split_tiles, 2), jnp.int32),
     )
-    operands = x.q, x.k, x.v, x.starts, x.ends, x.sinks, x.page_table
+    # Under vmap, there is a copy of the plan or another plan for each request.
+    plan = x.plan if x.plan is not None and x.plan.shape[0] == 1 else None
+    operands = x.q, x.k, x.v, x.starts, x.ends, x.sinks, x.page_table, plan
     out, max_logit, log_sum, *_ = ffi.call(
-        "jax_dsa.mqa_decode.v3",
+        "jax_dsa.mqa_decode.v4",
         operands,
         [*avals, *workspace],
         scale=np.float32(options.scale),
@@ -81,3 +102,17 @@ def mqa_decode_fwd(options: Options, avals: Results, x: Operands) -> Results:
         exact_max=np.bool_(options.exact_max),
     )
     return Results(out, max_logit, log_sum)
+
+
+def mqa_decode_plan(options: PlanOptions, avals: PlanResults, x: PlanOperands) -> PlanResults:
+    """Returns the plans by which the kernels divide their work."""
+    (ranges,) = ffi.call(
+        "jax_dsa.mqa_decode_plan.v1",
+        x,
+        avals,
+        heads=np.int32(options.heads),
+        groups=np.int32(options.groups),
+        dim=np.int32(options.dim),
+        records=np.bool_(options.records),
+    )
+    return PlanResults(ranges)

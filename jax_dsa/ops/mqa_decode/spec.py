@@ -1,14 +1,56 @@
-"""Options, operands, results and gradients of `mqa_decode`."""
+"""Options, operands, results and gradients of `mqa_decode`, and the same of its plans."""
 
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 
+import jax
+import jax.numpy as jnp
+
 from jax_dsa.core.compat import accum_dtype
+from jax_dsa.core.export import exportable
 from jax_dsa.core.spec import CONSTANT, SHARED, Dtype, Remat, accumulated
 from jax_dsa.core.typing import Array, Float, Int
+
+# The work ranges of a plan, and the numbers of each; see MqaDecodeRange in
+# cuda/mqa_decode/mqa_decode.h.
+PLAN_RANGES, PLAN_FIELDS = 264, 8
+
+
+@exportable
+@functools.partial(
+    jax.tree_util.register_dataclass,
+    data_fields=["ranges"],
+    meta_fields=["batch", "queries", "heads", "groups", "dim", "fp8"],
+)
+@dataclasses.dataclass(frozen=True, eq=False)  # Comparing arrays gives no bool.
+class MqaDecodePlan:
+    """How the kernels of `mqa_decode` divide the keys of all requests, from `mqa_decode_plan`.
+
+    A plan is a pytree, so it may be an argument of a jitted function or be used inside
+    `jax.lax.scan`.
+
+    Attributes:
+        ranges: What each group of CTAs computes; zeros where no kernel takes a plan.
+        batch, queries, heads, groups, dim: B, T, N, G and D of the calls that it is for.
+        fp8: Whether their keys are FP8 records.
+    """
+
+    ranges: Int[Array, "264 8"]
+    batch: int
+    queries: int
+    heads: int
+    groups: int
+    dim: int
+    fp8: bool
+
+    @property
+    def sizes(self) -> tuple[int, int, int, int, int, bool]:
+        """The static fields."""
+        return self.batch, self.queries, self.heads, self.groups, self.dim, self.fp8
 
 
 @dataclasses.dataclass(frozen=True)
@@ -52,6 +94,8 @@ class Operands(NamedTuple):
         starts, ends: The half-open range of keys that each query sees.
         sinks: Logits that take part in the softmax denominator but have no value.
         page_table: The pages of each request if `k` is a pool of pages.
+        plan: The ranges of a plan for all requests. The kernels ignore it if it was made for other
+            sizes, as it is in a part of a call that is sharded.
     """
 
     q: Float[Array, "b t (g m) d"]
@@ -61,6 +105,7 @@ class Operands(NamedTuple):
     ends: Int[Array, "b t"]
     sinks: Float[Array, "b (g m)"] | None
     page_table: Int[Array, "b p"] | None
+    plan: Int[Array, "b w l", SHARED] | None = None
 
 
 def _out_dtype(options: Options, x: Operands) -> Any:
@@ -90,3 +135,30 @@ class Gradients(NamedTuple):
     k: Float[Array, "", accumulated("k")] | None
     v: Float[Array, "", accumulated("v")] | None
     sinks: Float[Array, "", accumulated("q")] | None
+
+
+@dataclasses.dataclass(frozen=True)
+class PlanOptions:
+    """Static options of a plan: N, G and D of the calls, and whether keys are FP8 records."""
+
+    heads: int
+    groups: int
+    dim: int
+    records: bool
+
+    def result_sizes(self, known: Mapping[str, int]) -> dict[str, int]:
+        """Returns the sizes of a plan."""
+        return {"w": PLAN_RANGES, "l": PLAN_FIELDS}
+
+
+class PlanOperands(NamedTuple):
+    """The half-open range of keys that each query sees. A batch entry is a plan for n requests."""
+
+    starts: Int[Array, "b n t"]
+    ends: Int[Array, "b n t"]
+
+
+class PlanResults(NamedTuple):
+    """The ranges of each plan."""
+
+    ranges: Int[Array, "b w l", jnp.int32]

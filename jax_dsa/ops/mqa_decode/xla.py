@@ -36,7 +36,17 @@ from jax_dsa.core.softmax import (
 )
 from jax_dsa.core.streaming import chunk_length, entry_by_entry, scan_chunks
 from jax_dsa.core.typing import Array, Bool, Float, Int
-from jax_dsa.ops.mqa_decode.spec import Gradients, Operands, Options, Results
+from jax_dsa.ops.mqa_decode.spec import (
+    PLAN_FIELDS,
+    PLAN_RANGES,
+    Gradients,
+    Operands,
+    Options,
+    PlanOperands,
+    PlanOptions,
+    PlanResults,
+    Results,
+)
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -50,7 +60,7 @@ def _reader(options: Options, x: Operands) -> tuple[Reader, int, int]:
 
     A unit is a page if there is a page table, and a single key otherwise.
     """
-    q, k, v, starts, ends, _, page_table = x
+    q, k, v, starts, ends, _, page_table, _ = x
     page = options.page_size or 1
     pages = k.shape[1] // page
 
@@ -122,7 +132,7 @@ def mqa_decode_fwd(options: Options, x: Operands) -> Results:
     if options.batch_invariant:
         per_entry = dataclasses.replace(options, batch_invariant=False)
         return entry_by_entry(functools.partial(mqa_decode_fwd, per_entry), x)
-    q, k, v, _, _, sinks, _ = x
+    q, k, v, _, _, sinks, _, _ = x
     B, T, N, _ = q.shape
     G = k.shape[2]
     acc = compat.accum_dtype(q.dtype)
@@ -171,7 +181,7 @@ def mqa_decode_fwd(options: Options, x: Operands) -> Results:
 
 def mqa_decode_bwd(options: Options, x: Operands, y: Results, dy: Results) -> Gradients:
     """Returns the gradients of q, k, v and the sinks."""
-    q, k, v, _, _, sinks, page_table = x
+    q, k, v, _, _, sinks, page_table, _ = x
     out, top, log_sum = y
     dout, _, dlse = dy
     B, T, N, D = q.shape
@@ -234,6 +244,11 @@ def mqa_decode_bwd(options: Options, x: Operands, y: Results, dy: Results) -> Gr
     if sinks is not None:
         dsinks = sink_gradient(sinks, top, log_sum, dout_dot_out) / first
     return Gradients(q=dq.reshape(B, T, N, D).astype(q.dtype), k=dk, v=dv, sinks=dsinks)
+
+
+def mqa_decode_plan(options: PlanOptions, x: PlanOperands) -> PlanResults:
+    """Returns plans that the kernels ignore. Here, nothing is divided by lengths."""
+    return PlanResults(jnp.zeros((x.starts.shape[0], PLAN_RANGES, PLAN_FIELDS), jnp.int32))
 
 
 def merge(

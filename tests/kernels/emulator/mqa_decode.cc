@@ -1,6 +1,7 @@
 // Runs the mqa_decode kernels on the emulator and compares them with float64 results.
 #include "mqa_decode/combine.cu"
 #include "mqa_decode/fwd.cu"
+#include "mqa_decode/plan.cu"
 #include "mqa_decode_checks.h"
 
 int main(int argc, char** argv) {
@@ -10,11 +11,12 @@ int main(int argc, char** argv) {
                       {"one request", "few requests", "many, whole", "queries", "pages of 7, sharp",
                        "few, equally long, pages", "few, floats", "separate values 128",
                        "separate values 256, pages", "separate values 64", "records",
-                       "few, records", "huge scores", "few, huge scores"},
+                       "few, records", "huge scores", "few, huge scores", "static, one request",
+                       "static, few", "plan", "few, plan of other lengths", "few, forged plan"},
                       [](const DecodeCase& c) { return c.c.name; });
   for (const DecodeCase& c : cases) {
     for (const auto& options : emulator::schedules(argc, argv, &c - kCases))
-      run(c, options, hopper::launch_mqa_decode);
+      run(c, options, hopper::launch_mqa_decode, hopper::launch_mqa_decode_plan);
   }
   for (const char* name :
        {"queries", "pages of 7, sharp", "few, pools", "few, floats", "separate values 128",
@@ -22,7 +24,7 @@ int main(int argc, char** argv) {
     const DecodeCase& c =
         emulator::named(kCases, name, [](const DecodeCase& c) { return c.c.name; });
     const int64_t row_bytes = c.c.with.records ? kMlaRecordBytes : c.c.dim * 2;
-    run(c, {}, hopper::launch_mqa_decode,
+    run(c, {}, hopper::launch_mqa_decode, hopper::launch_mqa_decode_plan,
         emulator::far_rows(c.c.groups * row_bytes, std::max(c.c.with.page_size, 1)));
   }
   printf(failures ? "FAILED %d\n" : "all good\n", failures);

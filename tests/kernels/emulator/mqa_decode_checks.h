@@ -13,20 +13,65 @@ namespace {
 using namespace jax_dsa;
 using namespace mqa_decode_problem;
 
+// Which plan a call gets.
+enum class Plan {
+  kNone,
+  kOwn,
+  kOtherLengths,  // a plan for requests of other lengths
+  kOtherSizes,    // a plan for fewer requests
+  kNoise,         // random numbers
+  kForged,        // random numbers that look like a plan; the results are undefined
+};
+
 struct DecodeCase {
   Case c;
   int num_sms;
   mqa_decode::Tuning tuning;
+  Plan plan = Plan::kNone;
 };
 
 using Launch =
     std::function<cudaError_t(const MqaDecodeParams&, const mqa_decode::Tuning&, cudaStream_t)>;
+using LaunchPlan = std::function<cudaError_t(const MqaDecodeParams&, const mqa_decode::Tuning&,
+                                             MqaDecodeRange*, cudaStream_t)>;
 
 int failures = 0;
 
+// Returns the plan for a call with the parameters `p`.
+std::vector<MqaDecodeRange> make_plan(const DecodeCase& tried, MqaDecodeParams p,
+                                      const LaunchPlan& launch, uint64_t seed) {
+  std::vector<MqaDecodeRange> plan(kMqaDecodePlanRanges);
+  std::mt19937_64 random(seed);
+  const auto up_to = [&](int most) { return static_cast<int>(random() % (most + 1)); };
+  const int odd[] = {INT_MIN, -1, 0, 1, 7, INT_MAX};
+  const std::vector<int32_t> none(p.batch * p.queries);
+  std::vector<int32_t> other;
+  for (const int32_t end : std::vector(p.ends, p.ends + p.batch * p.queries)) {
+    other.push_back(random() % 3 ? up_to(static_cast<int>(p.keys)) : end);
+  }
+  if (tried.plan == Plan::kNoise) {
+    for (auto& x : plan) {
+      for (int* field : {&x.first, &x.last, &x.from, &x.to, &x.splits_of_last})
+        *field = odd[up_to(5)];
+      x.work_tiles = odd[up_to(5)], x.cta_groups = odd[up_to(5)], x.mark = odd[up_to(5)];
+    }
+    return plan;
+  }
+  if (tried.plan == Plan::kOtherLengths) p.starts = none.data(), p.ends = other.data();
+  if (tried.plan == Plan::kOtherSizes) --p.batch;
+  emulator::require(launch(p, tried.tuning, plan.data(), nullptr));
+  for (auto& x : plan) {
+    if (tried.plan != Plan::kForged || x.mark == 0) continue;
+    x.first = up_to(x.work_tiles), x.last = up_to(2) ? up_to(x.work_tiles - 1) : odd[up_to(5)];
+    x.from = up_to(2) ? up_to(9) : odd[up_to(5)], x.to = up_to(2) ? up_to(9) : odd[up_to(5)];
+    x.splits_of_last = up_to(2) ? up_to(9) : odd[up_to(5)];
+  }
+  return plan;
+}
+
 // The kernel's keys follow `far` others that no query sees, in each request or page pool.
 void run(const DecodeCase& tried, const emulator::Options& options, const Launch& launch,
-         int64_t far = 0) {
+         const LaunchPlan& launch_plan, int64_t far = 0) {
   const Case& c = tried.c;
   const Problem x = make(c, options.seed);
   const bool paged = c.with.page_size > 0;
@@ -68,9 +113,14 @@ void run(const DecodeCase& tried, const emulator::Options& options, const Launch
   p.partial = reinterpret_cast<float*>(partial.data());
   p.partial_rows = partial_rows.data(), p.split_tiles = split_tiles.data();
   emulator::machine.options = options, emulator::machine.num_sms = tried.num_sms;
+  std::vector<MqaDecodeRange> plan;
+  if (tried.plan != Plan::kNone) {
+    plan = make_plan(tried, p, launch_plan, options.seed);
+    p.plan = plan.data();
+  }
   emulator::require(launch(p, tried.tuning, nullptr));
   Errors errors;
-  for (int64_t r = 0; r < rows; ++r) {
+  for (int64_t r = 0; r < rows && tried.plan != Plan::kForged; ++r) {
     std::vector<float> got(E);
     for (int d = 0; d < E; ++d) {
       got[d] = c.with.normalized ? __bfloat162float(out[r * E + d]) : floats[r * E + d];
@@ -92,10 +142,12 @@ void run(const DecodeCase& tried, const emulator::Options& options, const Launch
   failures += !good;
 }
 
-constexpr mqa_decode::Tuning kSplitAll = {0, 1}, kWhole = {1 << 20}, kUsual = {};
+// kUsual divides small calls by static splits, kStatic all that have few work tiles.
+constexpr mqa_decode::Tuning kSplitAll = {0, 1, -1}, kWhole = {1 << 20, 3, -1}, kUsual = {},
+                             kStatic = {0, 1, 1 << 20, 1000};
 
 // name, B, T, S, N, G, D; separate_values, page size, holes, window, starts, sinks, normalized,
-// infinite, size of q, full, shared; SMs, tuning
+// infinite, size of q, full, shared; SMs, tuning, plan
 const DecodeCase kCases[] = {
     {{"one request", 1, 1, 500, 64, 1, 576, {.full = true}}, 3, kSplitAll},
     {{"one request, several splits", 1, 1, 500, 64, 1, 576, {.full = true}}, 6, kSplitAll},
@@ -256,6 +308,43 @@ const DecodeCase kCases[] = {
      3,
      kSplitAll},
     {{"few, no keys", 3, 1, 0, 4, 2, 128, {.separate_values = true}}, 3, kSplitAll},
+    {{"static, one request", 1, 1, 500, 100, 1, 576, {.sinks = 1, .full = true}}, 9, kUsual},
+    {{"static", 3, 2, 420, 40, 1, 512, {.page_size = 7, .window = 300, .infinite = true}},
+     14,
+     kStatic},
+    {{"static, ten splits", 1, 1, 640, 64, 1, 576, {.full = true}}, 40, kUsual},
+    {{"static, many splits", 1, 1, 1200, 33, 1, 576, {.full = true}}, 21, kStatic},
+    {{"static, whole", 5, 1, 260, 64, 1, 576, {.normalized = false}}, 6, kStatic},
+    {{"static, row passes", 2, 5, 200, 57, 1, 512, {.window = 70, .infinite = true}}, 22, kStatic},
+    {{"static, few", 4, 1, 400, 16, 1, 576, {.holes = true, .sinks = 2}}, 10, kStatic},
+    {{"static, few, many splits", 1, 1, 1300, 4, 1, 512, {.normalized = false}}, 12, kStatic},
+    {{"static, separate values",
+      3,
+      2,
+      330,
+      32,
+      2,
+      128,
+      {.separate_values = true, .starts = 2, .infinite = true}},
+     12,
+     kStatic},
+    {{"static, records", 3, 1, 300, 40, 1, 576, {.sinks = 1, .records = true}}, 9, kStatic},
+    {{"static, no keys", 2, 2, 0, 40, 1, 576}, 6, kStatic},
+    {{"plan", 9, 1, 200, 40, 1, 576, {.window = 90, .sinks = 1}}, 4, kSplitAll, Plan::kOwn},
+    {{"plan, one request", 1, 1, 500, 100, 1, 576, {.full = true}}, 10, kSplitAll, Plan::kOwn},
+    {{"plan, whole", 8, 1, 200, 33, 1, 512, {.sinks = 2}}, 3, kWhole, Plan::kOwn},
+    {{"plan, few", 5, 4, 300, 8, 1, 576, {.sinks = 2, .infinite = true}}, 3, kSplitAll, Plan::kOwn},
+    {{"plan, requests", 300, 1, 70, 2, 1, 64, {.separate_values = true}}, 3, kSplitAll, Plan::kOwn},
+    {{"plan of other lengths", 9, 1, 200, 40, 1, 576}, 4, kSplitAll, Plan::kOtherLengths},
+    {{"few, plan of other lengths", 6, 2, 330, 8, 2, 512, {.starts = 2}},
+     3,
+     kSplitAll,
+     Plan::kOtherLengths},
+    {{"plan of other sizes", 4, 3, 260, 20, 1, 576}, 3, kSplitAll, Plan::kOtherSizes},
+    {{"noise for a plan", 3, 1, 300, 16, 1, 576, {.sinks = 1}}, 3, kSplitAll, Plan::kNoise},
+    {{"static, unused plan", 3, 1, 300, 16, 1, 576}, 5, kUsual, Plan::kOwn},
+    {{"forged plan", 5, 1, 200, 33, 1, 512}, 4, kSplitAll, Plan::kForged},
+    {{"few, forged plan", 5, 1, 300, 8, 2, 512}, 4, kSplitAll, Plan::kForged},
 };
 
 }  // namespace

@@ -14,6 +14,10 @@ int main(int argc, char** argv) {
     emulator::require(current_device(&device));
     return portable::launch_mqa_decode(p, tuning, device, stream);
   };
+  // Plans are for the other tier; here they are zeros.
+  const LaunchPlan no_plan = [](const auto&, const auto&, MqaDecodeRange*, cudaStream_t) {
+    return cudaSuccess;
+  };
   const auto name_of = [](const DecodeCase& c) { return c.c.name; };
   const auto cases = emulator::cases(
       argc, argv, kCases,
@@ -22,13 +26,14 @@ int main(int argc, char** argv) {
       name_of);
   emulator::on_gpus(argc, argv, cases, emulator::kPortableGpus, [&](const DecodeCase& c) {
     for (const auto& options : emulator::schedules(argc, argv, &c - kCases)) {
-      run(c, options, launch);
+      run(c, options, launch, no_plan);
     }
   });
   for (const char* name : {"few, pools", "separate values 128", "few, records"}) {
     const DecodeCase& c = emulator::named(kCases, name, name_of);
     const int64_t row_bytes = c.c.with.records ? kMlaRecordBytes : c.c.dim * 2;
-    run(c, {}, launch, emulator::far_rows(c.c.groups * row_bytes, std::max(c.c.with.page_size, 1)));
+    run(c, {}, launch, no_plan,
+        emulator::far_rows(c.c.groups * row_bytes, std::max(c.c.with.page_size, 1)));
   }
   printf(failures ? "FAILED %d\n" : "all good\n", failures);
   return failures != 0;

@@ -2,8 +2,9 @@
 //   nvcc -std=c++20 -O3 -gencode arch=compute_90a,code=sm_90a -Icuda -Itests/kernels \
 //       -o mqa_decode_check tests/kernels/gpu/mqa_decode_check.cu cuda/mqa_decode/*.cu \
 //       cuda/mqa_decode/tiers.cc
-//   ./mqa_decode_check [test|small|bench|records|profile] [seed]
-// `small` is for compute-sanitizer. `records` runs those cases of `bench` that have FP8 records.
+//   ./mqa_decode_check [test|small|bench|calls|records|profile] [seed]
+// `small` is for compute-sanitizer. `calls` times how small calls are divided, and calls with a
+// plan. `records` runs those cases of `bench` that have FP8 records.
 #include <atomic>
 #include <cstdio>
 #include <cstdlib>
@@ -21,6 +22,22 @@
 
 using namespace jax_dsa;
 using namespace mqa_decode_problem;
+
+// How calls divide their work, and the plan that they get.
+enum class Plan { kNone, kOwn, kOtherLengths };
+struct Division {
+  mqa_decode::Tuning tuning;
+  Plan plan = Plan::kNone;
+};
+
+// Makes a plan, or zeros for the portable kernels.
+void make_plan(const MqaDecodeParams& p, const mqa_decode::Tuning& tuning, MqaDecodeRange* plan,
+               cudaStream_t stream) {
+  const cudaError_t made = mqa_decode::launch_plan(p, tuning, plan, stream);
+  CHECK(made == cudaErrorNotSupported
+            ? cudaMemsetAsync(plan, 0, kMqaDecodePlanRanges * sizeof(MqaDecodeRange), stream)
+            : made);
+}
 
 // Memory for partial results.
 struct Workspace {
@@ -110,9 +127,9 @@ struct Replay {
   }
 };
 
-// Captures one launch per tuning. Replays it with half of the lengths, then twice with the case's
+// Captures one launch per division. Replays it with half of the lengths, then twice with the case's
 // lengths.
-int run_case(const Case& c, const std::vector<mqa_decode::Tuning>& tunings, uint64_t seed) {
+int run_case(const Case& c, const std::vector<Division>& divisions, uint64_t seed) {
   const Problem x = make(c, seed);
   Problem half = x;
   for (int32_t& end : half.ends) end /= 2;
@@ -134,11 +151,18 @@ int run_case(const Case& c, const std::vector<mqa_decode::Tuning>& tunings, uint
   p.page_table = c.with.page_size > 0 ? table : nullptr;
   p.out = out, p.max_logit = max_logit, p.log_sum = log_sum;
   space.give_to(p);
+  auto* plan = device<MqaDecodeRange>(kMqaDecodePlanRanges);
   cudaStream_t stream;
   CHECK(cudaStreamCreate(&stream));
   int bad = 0;
-  for (const mqa_decode::Tuning& tuning : tunings) {
-    cudaGraphExec_t calls = capture(stream, [&] { CHECK(mqa_decode::launch(p, tuning, stream)); });
+  for (const auto& [tuning, planned] : divisions) {
+    if (planned == Plan::kOtherLengths) make_plan(p, tuning, plan, stream);
+    CHECK(cudaStreamSynchronize(stream));
+    p.plan = planned == Plan::kNone ? nullptr : plan;
+    cudaGraphExec_t calls = capture(stream, [&] {
+      if (planned == Plan::kOwn) make_plan(p, tuning, plan, stream);
+      CHECK(mqa_decode::launch(p, tuning, stream));
+    });
     const auto replay = [&](const std::vector<int32_t>& its_ends) {
       CHECK(cudaMemset(out, 0xff, rows * E * out_bytes));
       CHECK(cudaMemset(max_logit, 0xff, rows * 4));
@@ -169,6 +193,7 @@ int run_case(const Case& c, const std::vector<mqa_decode::Tuning>& tunings, uint
   }
   CHECK(cudaStreamDestroy(stream));
   space.free();
+  CHECK(cudaFree(plan));
   for (void* x : {(void*)q, (void*)k, (void*)v, (void*)starts, (void*)ends, (void*)table,
                   (void*)sinks, (void*)max_logit, (void*)log_sum, (void*)out, (void*)records}) {
     CHECK(cudaFree(x));
@@ -336,8 +361,7 @@ std::vector<int> lengths_of(const Shape& s) {
 }
 
 // Times one call, in microseconds. A graph of calls alternates between enough keys to miss the L2.
-void bench(const Shape& s, const Ceilings& ceilings,
-           const std::vector<mqa_decode::Tuning>& tunings) {
+void bench(const Shape& s, const Ceilings& ceilings, const std::vector<Division>& divisions) {
   const int E = s.separate_values ? s.D : 512;
   const int64_t rows = int64_t{s.B} * s.S, tokens = int64_t{s.B} * s.T;
   const std::vector<int> lengths = lengths_of(s);
@@ -390,7 +414,11 @@ void bench(const Shape& s, const Ceilings& ceilings,
          bytes / ceilings.copy * 1e-6, flops / ceilings.products * 1e-6);
   cudaStream_t stream;
   CHECK(cudaStreamCreate(&stream));
-  for (const mqa_decode::Tuning& tuning : tunings) {
+  auto* plan = device<MqaDecodeRange>(kMqaDecodePlanRanges);
+  for (const auto& [tuning, planned] : divisions) {
+    make_plan(p, tuning, plan, stream);
+    CHECK(cudaStreamSynchronize(stream));
+    p.plan = planned == Plan::kNone ? nullptr : plan;
     cudaGraphExec_t calls = capture(stream, [&] {
       for (int i = 0; i < sets; ++i) {
         p.k = k + i * rows * k_bytes;
@@ -414,10 +442,12 @@ void bench(const Shape& s, const Ceilings& ceilings,
     std::sort(us.begin(), us.end());
     const double mid = us[us.size() / 2];
     printf(
-        "  combine cost %-7d min range %d %8.1f us (best %.1f, worst %.1f)  %.2f TB/s = %.2f of "
-        "the copy  %.0f TFLOPS = %.2f of products\n",
-        tuning.combine_cost, tuning.min_range_tiles, mid, us[0], us.back(), bytes / mid * 1e-6,
-        bytes / mid * 1e-6 / ceilings.copy, flops / mid * 1e-6,
+        "  combine cost %-7d min range %d max static %-2d splits per tile %-3d%s %8.1f us (best "
+        "%.1f, "
+        "worst %.1f)  %.2f TB/s = %.2f of the copy  %.0f TFLOPS = %.2f of products\n",
+        tuning.combine_cost, tuning.min_range_tiles, tuning.max_static_tiles,
+        tuning.splits_per_tile, planned == Plan::kNone ? "     " : " plan", mid, us[0], us.back(),
+        bytes / mid * 1e-6, bytes / mid * 1e-6 / ceilings.copy, flops / mid * 1e-6,
         flops / mid * 1e-6 / ceilings.products);
     fflush(stdout);
     CHECK(cudaGraphExecDestroy(calls));
@@ -426,6 +456,7 @@ void bench(const Shape& s, const Ceilings& ceilings,
   }
   CHECK(cudaStreamDestroy(stream));
   space.free();
+  CHECK(cudaFree(plan));
   for (void* x : {(void*)k, (void*)v, (void*)q, (void*)out, (void*)max_logit, (void*)log_sum,
                   (void*)starts_there, (void*)ends_there, (void*)table}) {
     CHECK(cudaFree(x));
@@ -436,12 +467,20 @@ int main(int argc, char** argv) {
   const std::string what = argc > 1 ? argv[1] : "test";
   const uint64_t seed = argc > 2 ? strtoull(argv[2], nullptr, 10) : 20240607;
   printf("seed %llu\n", (unsigned long long)seed);
-  const mqa_decode::Tuning usual, split_all = {0, 1}, whole = {1 << 20};
+  const mqa_decode::Tuning usual, split_all = {0, 1, -1}, whole = {1 << 20, 3, -1},
+                                  divide_all = {0, 1, 1 << 20, 1000};
   if (what == "test" || what == "small") {
     int bad = 0;
     for (const Case& c : kCases) {
       if (what == "small" && int64_t{c.batch} * c.keys > 1500) continue;
-      bad += run_case(c, {usual, split_all, whole}, seed);
+      bad += run_case(c,
+                      {{usual},
+                       {split_all},
+                       {whole},
+                       {divide_all},
+                       {split_all, Plan::kOwn},
+                       {split_all, Plan::kOtherLengths}},
+                      seed);
     }
     printf(bad ? "FAILED %d\n" : "all good\n", bad);
     return bad != 0;
@@ -450,17 +489,37 @@ int main(int argc, char** argv) {
   printf("device copy %.2f TB/s, products from shared memory %.0f TFLOPS\n", ceilings.copy,
          ceilings.products);
   if (what == "profile") {
-    bench({64, 1, 8192, 128, 1, 576}, ceilings, {usual});
+    bench({64, 1, 8192, 128, 1, 576}, ceilings, {{usual}});
     return 0;
   }
   const auto min_range_tiles = [](int tiles) {
-    return mqa_decode::Tuning{.min_range_tiles = tiles};
+    return mqa_decode::Tuning{.min_range_tiles = tiles, .max_static_tiles = -1};
   };
-  const mqa_decode::Tuning always = {.combine_cost = 0};
-  const std::vector<mqa_decode::Tuning> one = {usual};
-  const std::vector<mqa_decode::Tuning> shared = {min_range_tiles(1), min_range_tiles(2),
-                                                  min_range_tiles(3), min_range_tiles(4),
-                                                  min_range_tiles(8)};
+  const mqa_decode::Tuning always = {.combine_cost = 0}, by_lengths = {.max_static_tiles = -1};
+  const std::vector<Division> one = {{usual}};
+  const auto splits_per_tile = [](int splits) {
+    return Division{{.max_static_tiles = 1 << 20, .splits_per_tile = splits}};
+  };
+  if (what == "calls") {
+    const std::vector<Division> few = {
+        {by_lengths}, {by_lengths, Plan::kOwn}, splits_per_tile(2), splits_per_tile(5),
+        {usual},      splits_per_tile(20),      splits_per_tile(50)};
+    for (int N : {128, 16}) {
+      bench({1, 1, 640, N, 1, 576}, ceilings, few);
+      bench({8, 1, 2048, N, 1, 576}, ceilings, few);
+      bench({1, 1, 8192, N, 1, 576}, ceilings, few);
+      bench({8, 1, 8192, N, 1, 576}, ceilings, few);
+    }
+    for (int B : {64, 128}) {
+      bench({B, 1, 8192, 128, 1, 576}, ceilings, {{by_lengths}, {by_lengths, Plan::kOwn}});
+    }
+    return 0;
+  }
+  const std::vector<Division> shared = {{min_range_tiles(1)},
+                                        {min_range_tiles(2)},
+                                        {min_range_tiles(3)},
+                                        {min_range_tiles(4)},
+                                        {min_range_tiles(8)}};
   const auto records = [&] {
     for (int N : {16, 64, 128}) {
       bench({.B = 64, .T = 1, .S = 8192, .N = N, .G = 1, .D = 576, .records = true}, ceilings, one);
@@ -471,14 +530,14 @@ int main(int argc, char** argv) {
     return 0;
   }
   // These cases decide when requests are split, and how finely.
-  bench({64, 1, 8192, 128, 1, 576}, ceilings, {usual, always});
-  bench({128, 1, 8192, 128, 1, 576}, ceilings, {usual, always});
+  bench({64, 1, 8192, 128, 1, 576}, ceilings, {{usual}, {always}});
+  bench({128, 1, 8192, 128, 1, 576}, ceilings, {{usual}, {always}});
   bench({64, 1, 65536, 128, 1, 576, 0, false, true}, ceilings, one);
   bench({64, 1, 8192, 64, 1, 576}, ceilings, one);
   bench({1, 1, 8192, 128, 1, 576}, ceilings, shared);
   bench({8, 1, 8192, 128, 1, 576}, ceilings, one);
   bench({1, 1, 640, 64, 1, 576}, ceilings,
-        {min_range_tiles(1), min_range_tiles(2), min_range_tiles(3), min_range_tiles(12)});
+        {{usual}, {min_range_tiles(1)}, {min_range_tiles(2)}, {min_range_tiles(3)}});
   for (int B : {64, 128}) bench({B, 1, 8192, 16, 1, 576}, ceilings, one);
   bench({1, 1, 8192, 16, 1, 576}, ceilings, shared);
   bench({8, 1, 8192, 16, 1, 576}, ceilings, shared);

@@ -88,6 +88,10 @@ RECORD(launch_sparse_mla_decode, SparseMlaDecodeParams)
 RECORD(launch_sparse_mla_fwd, SparseMlaFwdParams)
 RECORD(launch_topk, TopkParams)
 
+cudaError_t launch_mqa_decode_plan(const MqaDecodeParams& params, MqaDecodeRange*, cudaStream_t) {
+  launched<MqaDecodeParams> = params;
+  return cudaSuccess;
+}
 cudaError_t launch_block_mask_classify(const BlockMaskParams& params, bool*, bool*, cudaStream_t) {
   launched<BlockMaskParams> = params;
   return cudaSuccess;
@@ -485,11 +489,12 @@ void test_attn_dist() {
 }
 
 void test_mqa_decode() {
-  const auto decode = [](Array k, Array v, int64_t dim, DataType type, Array table = kAbsent) {
+  const auto decode = [](Array k, Array v, int64_t dim, DataType type, Array table = kAbsent,
+                         Array plan = kAbsent) {
     const int64_t value_dim = present(AnyBuffer(v)) ? dim : 512;
     const MqaDecodeWorkspace w = mqa_decode_workspace(mqa_decode_rows(1, 8, 1, dim, false));
     return mqa_decode(nullptr, bf16({2, 1, 8, dim}), k, v, s32({2, 1}), s32({2, 1}), kAbsent, table,
-                      Array(type, {2, 1, 8, value_dim}), f32({2, 1, 8}), f32({2, 1, 8}),
+                      plan, Array(type, {2, 1, 8, value_dim}), f32({2, 1, 8}), f32({2, 1, 8}),
                       f32({w.rows, value_dim}), f32({w.rows, 2}), s32({w.split_tiles, 2}), 1.f, 1,
                       true);
   };
@@ -508,6 +513,24 @@ void test_mqa_decode() {
          "mqa_decode: D of keys with values is 96, expected 64, 128 or 256");
   expect("integers", decode(bf16({2, 9, 1, 576}), kAbsent, 576, DataType::S32),
          "mqa_decode: 'out' has dtype int32, expected bfloat16 or float32");
+  const auto planned = [&](Array plan) {
+    return decode(bf16({2, 9, 1, 576}), kAbsent, 576, DataType::BF16, kAbsent, plan);
+  };
+  expect("a plan", planned(s32({1, 264, 8})));
+  check_true("its ranges", launched<MqaDecodeParams>.plan != nullptr);
+  expect("plans of several calls", planned(s32({2, 264, 8})),
+         "mqa_decode: 'plan' has shape (2, 264, 8), expected (1, 264, 8)");
+  const auto plan = [](int64_t queries, int64_t heads, int64_t groups) {
+    return mqa_decode_plan(nullptr, s32({2, 3, queries}), s32({2, 3, 4}), s32({2, 264, 8}), heads,
+                           groups, 576, false);
+  };
+  expect("two plans", plan(4, 16, 2));
+  check_true("their calls", launched<MqaDecodeParams>.batch == 3);
+  expect("other queries", plan(5, 16, 2),
+         "mqa_decode_plan: 'ends' has shape (2, 3, 4), expected (2, 3, 5)");
+  expect("heads of a part of a group", plan(4, 16, 3),
+         "mqa_decode_plan: there are 16 heads and 3 groups, expected a number of heads that is a "
+         "multiple of the number of groups");
 }
 
 void test_htree() {

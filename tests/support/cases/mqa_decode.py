@@ -6,7 +6,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import PartitionSpec as P
 
-from jax_dsa import PagedCache, merge_attention, mqa_decode
+from jax_dsa import PagedCache, merge_attention, mqa_decode, mqa_decode_plan
 from support.cases import TransformCase
 from support.cases.sparse_mla import B, D, E, N, S, T, floats
 
@@ -24,6 +24,11 @@ LATENT = {"value_dim": E, "num_splits": 3, "return_lse": True}
 
 def latent(q, k, lengths, sinks):
     return mqa_decode(q, k, **LATENT, key_value_seq_lengths=lengths, sinks=sinks[0])
+
+
+def planned(q, k, lengths):
+    plan = mqa_decode_plan(lengths, num_heads=q.shape[-2], queries=q.shape[-3], dim=D)
+    return mqa_decode(q, k, value_dim=E, key_value_seq_lengths=lengths, plan=plan)
 
 
 def make_grouped_args(rng: np.random.Generator) -> tuple:
@@ -64,6 +69,17 @@ CASES = [
             "batch": (P("x"), P("x"), P("x"), P()),
             "query": (P(None, "x"), P(), P(), P()),
             "head": (P(None, None, "x"), P(), P(), P(None, "x")),
+        },
+    ),
+    TransformCase(
+        "mqa_decode-planned",
+        planned,
+        lambda rng: make_args(rng)[:3],
+        (0, 1),
+        {
+            "batch": (P("x"), P("x"), P("x")),
+            "query": (P(None, "x"), P(), P()),
+            "head": (P(None, None, "x"), P(), P()),
         },
     ),
     TransformCase(
