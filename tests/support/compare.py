@@ -51,6 +51,8 @@ def assert_matches(
 def assert_as_good_as(got: Any, low: Any, exact: Any, factor: float = 3.0, what: str = "") -> None:
     """Asserts that the error of `got` is at most `factor` times the error of `low`.
 
+    This holds for the largest error, and in arrays of at least 64 elements for the angle to `exact`.
+
     Args:
         got: The array that is tested, in low precision.
         low: The plain formula, evaluated in the same low precision.
@@ -65,6 +67,10 @@ def assert_as_good_as(got: Any, low: Any, exact: Any, factor: float = 3.0, what:
     allowed = factor * np.abs(lo - ex).max(initial=0.0) + 1e-6
     worst = np.abs(g - ex).max(initial=0.0)
     assert worst <= allowed, f"{what}: off by {worst}, allowed {allowed}"
+
+    # The angle between arrays of a few elements, such as the gradients of sinks, is down to chance.
+    if ex.size < 64:
+        return
 
     def cosine(x: np.ndarray) -> float:
         norm = (x * x + ex * ex).sum()
