@@ -51,7 +51,7 @@ def assert_matches(
 def assert_as_good_as(got: Any, low: Any, exact: Any, factor: float = 3.0, what: str = "") -> None:
     """Asserts that the error of `got` is at most `factor` times the error of `low`.
 
-    This holds for the largest error, and in arrays of at least 64 elements for the angle to `exact`.
+    This holds for the largest error, and for the angle to `exact` in arrays of 64 elements or more.
 
     Args:
         got: The array that is tested, in low precision.
