@@ -19,11 +19,13 @@ from jax_dsa import (
     indexer_topk,
     mqa_decode,
     quantize_fp8,
+    sparse_mla,
     sparse_mla_decode,
 )
 from jax_dsa.core import streaming
 from jax_dsa.ops.sparse_mla import cuda
 from jax_dsa.ops.sparse_mla.spec import Operands, Options, Results
+from jax_dsa.serving import pack_records, unpack_records
 
 PAGE = 64
 
@@ -126,6 +128,54 @@ def test_the_arguments_of_the_kernel(batch_invariant: bool, monkeypatch: Any) ->
     assert passed["shapes"][3:] == [(10, 3, 64, 512), (10, 3, 64, 2)]
 
 
+def test_the_forward_pass_runs_the_decode_kernel(monkeypatch: Any) -> None:
+    """It takes as many queries at a time as have partial results of BUDGET bytes."""
+    calls = []
+
+    def call(target: str, operands: Any, avals: Any, **attrs: Any) -> Any:
+        calls.append((target, attrs["splits"], [None if x is None else x.shape for x in operands]))
+        return [jnp.zeros(a.shape, a.dtype) for a in avals]
+
+    extension = SimpleNamespace(sparse_mla_decode_splits=lambda **_: 3)
+    monkeypatch.setattr(cuda, "ffi", SimpleNamespace(call=call, extension=lambda: extension))
+    monkeypatch.setattr(cuda, "BUDGET", 4 * 2 * 2 * 3 * 64 * 514 * 4)
+    q, kv = jnp.zeros((2, 11, 128, 576), jnp.bfloat16), jnp.zeros((2, 9, 1, 576), jnp.bfloat16)
+    x = Operands(
+        *(q, kv, jnp.zeros((2, 11, 1, 1100), jnp.int32)),
+        topk_length=jnp.ones((2, 11), jnp.int32),
+        sinks=jnp.zeros((2, 128)),
+    )
+    row = jax.ShapeDtypeStruct((2, 11, 128), jnp.float32)
+    avals: Any = Results(jax.ShapeDtypeStruct((2, 11, 128, 512), q.dtype), row, row)  # type: ignore[arg-type]
+    got = cuda.sparse_mla_fwd(Options(0.1, 512, batch_invariant=True), avals, x)
+    assert jax.tree.map(lambda a: (a.shape, a.dtype), got) == jax.tree.map(
+        lambda a: (a.shape, a.dtype), avals
+    )
+    fours, threes = (
+        [(2, n, 128, 576), (2, 9, 1, 576), (2, n, 1, 1100), None, (2, n), (2, 128), None]
+        for n in (4, 3)
+    )
+    # The scan over two chunks of four queries is traced once.
+    assert calls == [
+        ("jax_dsa.sparse_mla_decode.v4", 3, fours),
+        ("jax_dsa.sparse_mla_decode.v4", 3, threes),
+    ]
+
+
+def test_the_forward_pass(rng: np.random.Generator) -> None:
+    q, kv = (
+        jnp.asarray(rng.standard_normal(s), jnp.float32) for s in ((3, 5, 4, 32), (3, 40, 1, 32))
+    )
+    indices = jnp.asarray(rng.integers(-2, 42, (3, 5, 7)), jnp.int32)
+    call = functools.partial(sparse_mla, return_lse=True, implementation="xla")
+    got = call(q, kv, indices, batch_invariant=True)
+    assert_matches(got, call(q, kv, indices), tol=1e-6)
+    alone = call(q[1:2], kv[1:2], indices[1:2], batch_invariant=True)
+    jax.tree.map(lambda a, b: np.testing.assert_array_equal(a[1:2], b), got, alone)
+    with pytest.raises(TypeError, match=r"'batch_invariant' is 1.*want a bool"):
+        sparse_mla(q, kv, indices, batch_invariant=1)  # type: ignore[arg-type]
+
+
 def test_kv_splits_of_the_kernel() -> None:
     """Batch-invariant splits depend on the number of slots alone."""
     extension = pytest.importorskip("jax_dsa._cuda", reason="built without the extension")
@@ -152,6 +202,53 @@ def test_the_kernel(paged: bool, fp8: bool, rng: np.random.Generator) -> None:
     assert not differing(invariant, (1, 2, 7, 64), *args)
     assert differing(default, (1, 2, 7, 64), *args)
     assert_matches(invariant(*args)[1], default(*args)[1], tol=1e-5, what="lse")
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("fp8", [False, True], ids=["bf16", "fp8"])
+@pytest.mark.parametrize(("n", "k"), [(128, 2048), (64, 512), (16, 2048), (5, 600)])
+def test_training_and_rollout(n: int, k: int, fp8: bool, rng: np.random.Generator) -> None:
+    """A whole prefill, chunks of it, and 200 random batches of a decode step have the same bits."""
+    requests, t, s = 64, 6, 8 * PAGE
+    q = jnp.asarray(rng.standard_normal((requests, t, n, 576)), jnp.bfloat16)
+    rows = jnp.asarray(rng.standard_normal((requests, s, 1, 576)), jnp.bfloat16)
+    indices = jnp.asarray(rng.integers(-s // 8, s + 9, (requests, t, k)), jnp.int32)
+    used = jnp.asarray(rng.integers(0, k + 1, (requests, t)), jnp.int32)
+    pool, records = rows.reshape(-1, PAGE, 1, 576), {}
+    if fp8:
+        pool, records = pack_records(pool), {"fp8": True}
+        rows = unpack_records(pool, jnp.bfloat16).reshape(rows.shape)
+    options: dict[str, Any] = {
+        "sinks": jnp.asarray(rng.standard_normal(n), jnp.float32),
+        "batch_invariant": True,
+        "implementation": "cuda",
+        "return_lse": True,
+    }
+
+    @jax.jit
+    def prefill(q: Any, rows: Any, indices: Any, used: Any) -> Any:
+        return sparse_mla(q, rows, indices, topk_length=used, **options)
+
+    @jax.jit
+    def step(q: Any, pool: Any, table: Any, indices: Any, used: Any) -> Any:
+        cache = PagedCache.empty(len(pool), PAGE, len(q), s // PAGE, **records)
+        full = jnp.full(len(q), s, jnp.int32)
+        cache = dataclasses.replace(cache, pages=pool, page_table=table, lengths=full)
+        return sparse_mla_decode(q, cache, indices, topk_length=used, **options)
+
+    whole = [np.asarray(y) for y in prefill(q, rows, indices, used)]
+    assert np.isfinite(whole[0].astype(np.float32)).all()
+    for part in (slice(0, 1), slice(1, 6)):
+        got = prefill(q[:, part], rows, indices[:, part], used[:, part])
+        for y, want in zip(got, whole, strict=True):
+            np.testing.assert_array_equal(np.asarray(y), want[:, part])
+    pages = np.arange(requests * s // PAGE, dtype=np.int32).reshape(requests, -1)
+    for i in range(200):
+        size = (1, 2, 7, 33, 256)[i % 5]
+        b, at = rng.integers(0, requests, size), rng.integers(0, t, size)
+        each = q[b, at][:, None], pool, pages[b], indices[b, at][:, None], used[b, at][:, None]
+        for y, want in zip(step(*each), whole, strict=True):
+            np.testing.assert_array_equal(np.asarray(y)[:, 0], want[b, at])
 
 
 @pytest.mark.gpu

@@ -78,6 +78,7 @@ class _Keywords(TypedDict, total=False):
     is_causal: bool
     topk_length: Int[Array, "B T"] | None
     sinks: Float[Array, "N"] | None
+    batch_invariant: bool
     implementation: Implementation | None
 
 
@@ -86,7 +87,6 @@ class _DecodeKeywords(_Keywords, total=False):
     extra_indices: Indices | None
     extra_topk_length: Int[Array, "B T"] | None
     extra_key_stride: int
-    batch_invariant: bool
 
 
 class _SparseMLAKeywords(_Keywords, total=False):
@@ -130,6 +130,7 @@ def sparse_mla(
     topk_length: Int[Array, "B T"] | None = None,
     sinks: Float[Array, "N"] | None = None,
     deterministic: bool = False,
+    batch_invariant: bool = False,
     return_lse: bool = False,
     implementation: Implementation | None = None,
 ) -> Float[Array, "B T N E"] | OutLSE:
@@ -165,6 +166,12 @@ def sparse_mla(
             +-inf are legal. `lse` excludes them.
         deterministic: Whether gradients are bit-identical on every run. Otherwise the gradients of
             keys are summed in the way that is faster for the shapes.
+        batch_invariant: Whether the result of a query is bit-identical whatever other queries and
+            requests are in the call. The CUDA kernels then return the bits that
+            `sparse_mla_decode(batch_invariant=True)` returns for the same query, list and rows, so
+            that a trainer sees the probabilities of its rollouts. K has to be the same in both. XLA
+            computes one request after the other and does not promise this. Gradients are not
+            covered.
         return_lse: Whether to return `lse` as well.
         implementation: "cuda" or "xla". Default: the CUDA kernels where they support the call.
 
@@ -201,6 +208,7 @@ def sparse_mla(
         scale=scale_or_default(args, scale),
         value_dim=value_dim_or_default(args, value_dim),
         deterministic=args.flag("deterministic", deterministic),
+        batch_invariant=args.flag("batch_invariant", batch_invariant),
     )
     ends = causal_ends(args, is_causal, query_start, key_stride)
     operands = Operands(q, kv, indices, ends, topk_length, shared_sinks(args, sinks))
@@ -277,9 +285,10 @@ def sparse_mla_decode(
             `is_causal`.
         sinks: As for `sparse_mla`.
         batch_invariant: Whether a request's result is bit-identical whatever other requests are in
-            the batch. Otherwise the number of KV splits, and so the last bits, may depend on the
-            batch size. Gradients are not covered. This costs time: the kernel always uses splits of
-            512 slots, and XLA computes one request after the other.
+            the batch, and with the CUDA kernels the same as that of
+            `sparse_mla(batch_invariant=True)`. Otherwise the number of KV splits, and so the last
+            bits, may depend on the batch size. Gradients are not covered. This costs time: the
+            kernel always uses splits of 512 slots, and XLA computes one request after the other.
         return_lse: Whether to return `lse` as well.
         implementation: "cuda" or "xla". Default: the CUDA kernels where they support the call.
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import TYPE_CHECKING, Any
 
 import jax
@@ -18,7 +19,7 @@ from jax_dsa.core.softmax import (
     sink_gate,
     sink_gradient,
 )
-from jax_dsa.core.streaming import chunk_length, scan_chunks
+from jax_dsa.core.streaming import BUDGET, chunk_length, scan_chunks
 from jax_dsa.core.typing import Array, Bool, Float, Int
 from jax_dsa.ops.sparse_mla.spec import Gradients, Operands, Options, Results
 
@@ -81,24 +82,38 @@ def _queries_supported(options: Options, x: Operands) -> str | None:
 
 def sparse_mla_fwd(options: Options, avals: Results, x: Operands) -> Results:
     """Returns what `xla.sparse_mla_fwd` returns, for keys without a page table."""
+    if options.batch_invariant:
+        return _batch_invariant_fwd(options, avals, x)
     operands = [getattr(x, name) for name in TAKES]
     scale = np.float32(options.scale)
     return Results(*ffi.call("jax_dsa.sparse_mla_fwd.v2", operands, avals, scale=scale))
 
 
+def _batch_invariant_fwd(options: Options, avals: Results, x: Operands) -> Results:
+    """Returns the bits of `sparse_mla_decode_fwd`.
+
+    It is called with as many queries at a time as have partial results of BUDGET bytes.
+    """
+    B, T = x.q.shape[:2]
+
+    def chunk(carry: tuple[()], *queries: Any) -> tuple[tuple[()], Results]:
+        part = x._replace(**dict(zip(by_query, queries, strict=True)))
+        length = part.q.shape[1]
+        shapes = [jax.ShapeDtypeStruct((B, length, *a.shape[2:]), a.dtype) for a in avals]
+        return carry, sparse_mla_decode_fwd(options, Results(*shapes), part)  # type: ignore[arg-type]
+
+    by_query = ("q", "indices", "ends", "topk_length")
+    partial = _partial_results(options, x)
+    each = sum(math.prod(a.shape) * a.dtype.itemsize for a in partial) // max(1, T)
+    size = chunk_length(T, each, budget=BUDGET)
+    xs = tuple(getattr(x, name) for name in by_query)
+    return Results(*scan_chunks(chunk, (), xs, chunk=size)[1])
+
+
 def sparse_mla_decode_fwd(options: Options, avals: Results, x: Operands) -> Results:
     """Returns what `xla.sparse_mla_fwd` returns. The slots of each query are split among CTAs."""
-    B, T, N, _ = x.q.shape
-    G = x.kv.shape[2]
-    work_tiles = B * T * G * _ceil_div(N // G, TILE)
-    splits = ffi.extension().sparse_mla_decode_splits(
-        items=work_tiles, slots=x.indices.shape[3], batch_invariant=options.batch_invariant
-    )
-    rows = (work_tiles, splits, TILE)
-    partial = [
-        jax.ShapeDtypeStruct((*rows, VALUE_DIM), jnp.float32),
-        jax.ShapeDtypeStruct((*rows, 2), jnp.float32),
-    ]
+    partial = _partial_results(options, x)
+    splits = partial[0].shape[1]
     out, max_logit, log_sum, *_ = ffi.call(
         "jax_dsa.sparse_mla_decode.v4",
         [getattr(x, name) for name in DECODE_TAKES],
@@ -109,6 +124,21 @@ def sparse_mla_decode_fwd(options: Options, avals: Results, x: Operands) -> Resu
         batch_invariant=np.bool_(options.batch_invariant),
     )
     return Results(out, max_logit, log_sum)
+
+
+def _partial_results(options: Options, x: Operands) -> tuple[jax.ShapeDtypeStruct, ...]:
+    """Returns the outputs, and the maxima and sums, of the splits of every work tile."""
+    B, T, N, _ = x.q.shape
+    G = x.kv.shape[2]
+    work_tiles = B * T * G * _ceil_div(N // G, TILE)
+    splits = ffi.extension().sparse_mla_decode_splits(
+        items=work_tiles, slots=x.indices.shape[3], batch_invariant=options.batch_invariant
+    )
+    rows = (work_tiles, splits, TILE)
+    return (
+        jax.ShapeDtypeStruct((*rows, VALUE_DIM), jnp.float32),
+        jax.ShapeDtypeStruct((*rows, 2), jnp.float32),
+    )
 
 
 def sparse_mla_bwd(

@@ -21,7 +21,7 @@ class Options:
         page_size: Tokens per page; used only with a page table.
         extra_page_size: The same for the second cache.
         batch_invariant: Whether a request's result is independent of the other requests; used only
-            in the forward pass of decoding.
+            in the forward passes.
     """
 
     scale: float

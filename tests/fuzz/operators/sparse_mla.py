@@ -20,6 +20,9 @@ from jax_dsa import (
     sparse_mla_decode,
 )
 
+# Options that change neither the formula nor the number of results.
+UNUSED = "deterministic", "batch_invariant"
+
 KERNEL = {"T": (1, 5), "S": (70, 200), "G": (1,), "M": (4, 64, 70), "D": (512, 576), "K": (5, 130)}
 
 
@@ -68,7 +71,7 @@ def oracle_options(kwargs: dict[str, Any], q: np.ndarray, groups: int) -> dict[s
         # The position of the last query is capped at the largest int32.
         x["query_start"] = np.minimum(whole(x["query_start"]), INT_MAX - q.shape[1])
         x["key_stride"] = int(x["key_stride"])
-    return {n: v for n, v in x.items() if n not in ("deterministic", "return_lse")}
+    return {n: v for n, v in x.items() if n not in UNUSED}
 
 
 def draw_sparse_mla(c: Draw, r: Draw) -> Call:
@@ -81,6 +84,7 @@ def draw_sparse_mla(c: Draw, r: Draw) -> Call:
         "value_dim": 512 if c.kernel else E,
         "scale": c.scale(),
         "deterministic": c.flag(),
+        "batch_invariant": c.flag(),
         "return_lse": c.flag(0.7),
         "sinks": r.limits(wide(dtype), G * M) if c.chance() else None,
         **draw_slots(c, r, B, T, G, S, K),
@@ -166,6 +170,7 @@ def draw_sparse_mla_decode(c: Draw, r: Draw) -> Call:
         "value_dim": 512 if c.kernel else c.one(None, c.integer(c.below(D))),
         "scale": c.scale(),
         "is_causal": c.flag(),
+        "batch_invariant": c.flag(),
         "return_lse": c.flag(0.7),
         "sinks": r.limits(wide(dtype), G * M) if c.chance() else None,
         **draw_slots(c, r, B, T, G, cache.capacity, K),
