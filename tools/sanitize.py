@@ -82,6 +82,7 @@ EXPLANATIONS = {
         [
             *("common/copy.cuh:bulk_load", "masked_attention/scores.cuh:init_negated"),
             *("masked_attention/bwd.cuh:consume", "masked_attention/bwd_wide.cuh:consume_wide"),
+            "masked_attention/bwd_dq.cuh:consume_keys",
         ]
     ): "bulk_copy",
     frozenset(
@@ -91,6 +92,7 @@ EXPLANATIONS = {
                 "masked_attention/bwd_producer.cuh:prepare_steps",
             ),
             *("masked_attention/bwd.cuh:consume", "masked_attention/bwd_wide.cuh:consume_wide"),
+            "masked_attention/bwd_dq.cuh:consume_keys",
             *(
                 "masked_attention/bwd_rows.cuh:for_each_work_tile",
                 "masked_attention/mask.cuh:clear_rows",
@@ -121,6 +123,10 @@ EXPLANATIONS = {
             *("masked_attention/mask.cuh:clear_rows", "masked_attention/scores.cuh:mask_scores"),
         ]
     ): "elected_arrival",
+    # What the warpgroup for dQ needs to know of a step.
+    frozenset(
+        ["masked_attention/bwd_dq.cuh:consume_ds", "masked_attention/bwd_dq.cuh:consume_keys"]
+    ): "elected_writer",
     frozenset(
         [
             "masked_attention/bwd_producer.cuh:build_mask_bits",
@@ -150,6 +156,58 @@ EXPLANATIONS = {
     frozenset(["mla/few_heads.cuh:consume_few", "mla/producer.cuh:begin_work_tile"]): (
         "beside_copies"
     ),
+    # The queue of steps and the rows of their keys.
+    frozenset(
+        [
+            *(
+                "sparse_attention/producer.cuh:schedule_steps",
+                "masked_attention/fwd_producer.cuh:load_tiles",
+            ),
+            *(
+                "sparse_attention/producer.cuh:load_boxes",
+                "sparse_attention/producer.cuh:gather_steps",
+            ),
+            "sparse_attention/producer.cuh:build_query_bits",
+            "sparse_attention/producer.cuh:build_key_bits",
+        ]
+    ): "elected_arrival",
+    # Which keys of a step each query sees.
+    frozenset(
+        [
+            *(
+                "sparse_attention/producer.cuh:build_query_bits",
+                "sparse_attention/rows.cuh:mask_rows",
+            ),
+            "sparse_attention/producer.cuh:build_key_bits",
+        ]
+    ): "elected_arrival",
+    # Work tiles, which come with Q, and stages.
+    frozenset(
+        [
+            *(
+                "masked_attention/fwd_producer.cuh:load_tiles",
+                "sparse_attention/producer.cuh:gather_steps",
+            ),
+            *(
+                "masked_attention/fwd_consumer.cuh:consume",
+                "sparse_attention/bwd_dq.cuh:consume_dq",
+            ),
+        ]
+    ): "bulk_copy",
+    # Work items, which come with K and V.
+    frozenset(
+        [
+            *(
+                "sparse_attention/bwd_producer.cuh:share_item",
+                "sparse_attention/bwd_producer.cuh:produce",
+            ),
+            "sparse_attention/bwd_dkv.cuh:consume",
+        ]
+    ): "bulk_copy",
+    # What the MMA warpgroups need to know of the rows of a step.
+    frozenset(
+        ["sparse_attention/bwd_dkv.cuh:consume", "sparse_attention/bwd_producer.cuh:store"]
+    ): "elected_arrival",
     # In the backward kernel the readers report back as in over_two_barriers.
     frozenset(["common/gather.cuh:all", "common/gather.cuh:set"]): "beside_copies",
     frozenset(
