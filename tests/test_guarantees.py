@@ -231,6 +231,19 @@ def test_a_request_decodes_alike_in_every_batch(
         np.testing.assert_array_equal(decode(n), whole[:n])
 
 
+@pytest.mark.gpu
+def test_training_computes_the_bits_of_the_rollout(rng: np.random.Generator) -> None:
+    """A decode step of every position has the bits of one call for all queries."""
+    q, rows = normal(rng, 1, 40, 16, 576), normal(rng, 1, 300, 1, 576)
+    indices = selection(rng, 1, 40, 1, 128, keys=300)
+    options: dict[str, Any] = {"batch_invariant": True, "implementation": "cuda"}
+    whole = np.asarray(sparse_mla(q, rows, indices, **options))
+    cache = FlatCache.empty(1, 300).append(rows)
+    for t in range(40):
+        step = sparse_mla_decode(q[:, t : t + 1], cache, indices[:, t : t + 1], **options)
+        np.testing.assert_array_equal(np.asarray(step)[:, 0], whole[:, t])
+
+
 @both
 def test_the_selection_is_the_same_in_every_batch_and_run(
     implementation: str, rng: np.random.Generator
