@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from types import SimpleNamespace
 from typing import Any
 
 import jax
@@ -14,7 +15,9 @@ from support.oracles import sparse_mla as oracle
 from support.oracles.mqa_decode import unpaged
 
 from jax_dsa import FlatCache, PagedCache, sparse_mla, sparse_mla_decode
-from jax_dsa.serving import unpack_page_records
+from jax_dsa.ops.sparse_mla import cuda, xla
+from jax_dsa.ops.sparse_mla.spec import Operands, Options, Results
+from jax_dsa.serving import pack_page_records, unpack_page_records
 
 B, T, N, G, K, J = 3, 2, 4, 2, 7, 9
 INT_MIN, INT_MAX = -(2**31), 2**31 - 1
@@ -162,6 +165,101 @@ def test_gradients_equal_those_over_the_concatenated_keys(rng: np.random.Generat
     plain = jax.grad(lambda q: two(q, *args[1:]))
     mapped = jax.vmap(plain)(jnp.stack([q, 2 * q]))
     assert_matches(mapped[1], plain(2 * q), tol=1e-5)
+
+
+def rows_of(cache: Any) -> dict[str, Any]:
+    """Returns the operands of a cache, as an operator passes them to its passes."""
+    ends = jnp.broadcast_to(cache.lengths[:, None], (B, T))
+    if isinstance(cache, FlatCache):
+        return {"kv": cache.data, "ends": ends}
+    P, L, *row = cache.pages.shape
+    return {"kv": cache.pages.reshape(1, P * L, *row), "ends": ends, "page_table": cache.page_table}
+
+
+@pytest.mark.parametrize("budget", [1, 2**27], ids=["query by query", "all queries"])
+@pytest.mark.parametrize(
+    ("kind", "other", "dim"),
+    [
+        ("flat", "flat", 16),
+        ("paged", "flat", 16),
+        ("records", "records", 512),
+        ("flat", "records", 512),
+        ("records", None, 512),
+    ],
+)
+def test_the_kernel_reads_copies_of_the_selected_rows(
+    kind: str,
+    other: str | None,
+    dim: int,
+    budget: int,
+    rng: np.random.Generator,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """A stand-in for the handler computes with XLA what the kernel would compute."""
+    caches = [cache_of(rng, kind, 4, dim, LENGTHS)]
+    x = Operands(
+        jnp.asarray(rng.normal(size=(B, T, N, dim)), jnp.float32),
+        indices=picks(rng, K),
+        topk_length=jnp.asarray([[7, 3], [5, 7], [7, 0]], jnp.int32),
+        sinks=jnp.broadcast_to(SINKS, (B, N)),
+        **rows_of(caches[0]),
+    )
+    if other is not None:
+        caches.append(cache_of(rng, other, 10, dim, EXTRA_LENGTHS))
+        more = {**rows_of(caches[1]), "indices": picks(rng, J)}
+        x = x._replace(**{f"extra_{name}": value for name, value in more.items()})
+    pages = [None if isinstance(c, FlatCache) else c.pages.shape[1] for c in caches]
+    options = Options(0.3, dim, page_size=pages[0], extra_page_size=pages[-1])
+
+    def handler(target: str, operands: Any, avals: Any, **attrs: Any) -> Any:
+        assert target == "jax_dsa.sparse_mla_decode.v4" and operands[-1] is None
+        got = xla.sparse_mla_fwd(Options(float(attrs["scale"]), dim), Operands(*operands[:-1]))
+        assert [a.shape for a in got] == [a.shape for a in avals[:3]]
+        return [*got, None, None]
+
+    extension = SimpleNamespace(sparse_mla_decode_splits=lambda **_: 1)
+    monkeypatch.setattr(cuda, "ffi", SimpleNamespace(call=handler, extension=lambda: extension))
+    monkeypatch.setattr(cuda, "BUDGET", budget)
+    expected = xla.sparse_mla_fwd(options, x)
+    avals: Any = Results(*(jax.ShapeDtypeStruct(a.shape, a.dtype) for a in expected))  # type: ignore[arg-type]
+    for got, want in zip(cuda.sparse_mla_decode_fwd(options, avals, x), expected, strict=True):
+        assert_matches(got, want, tol=1e-5)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("fp8", [False, True], ids=["bf16", "records"])
+@pytest.mark.parametrize("heads", [128, 64, 16])
+def test_the_kernel_has_the_bits_of_a_joined_list(
+    heads: int, fp8: bool, rng: np.random.Generator
+) -> None:
+    """The first list is filled up to a multiple of 64 slots, as DeepSeek-V4's window is."""
+    caches, joined = [], []
+    for pages in (2, 9):
+        rows = jnp.asarray(rng.normal(size=(2, pages * 64, 1, 512)), jnp.bfloat16)
+        cache = PagedCache.empty(2 * pages, 64, 2, pages, 512, fp8=fp8)
+        table = jnp.asarray(rng.permutation(2 * pages).reshape(2, pages), jnp.int32)
+        caches.append(cache.with_page_table(table).append(rows))
+        if fp8:
+            packed = pack_page_records(rows.reshape(-1, 64, 512))
+            rows = unpack_page_records(packed, jnp.bfloat16).reshape(rows.shape)
+        joined.append(rows)
+    q = jnp.asarray(rng.normal(size=(2, 3, heads, 512)), jnp.bfloat16)
+    first = jnp.asarray(rng.integers(-9, 128, (2, 3, 100)), jnp.int32)
+    second = jnp.asarray(rng.integers(-9, 9 * 64, (2, 3, 500)), jnp.int32)
+    options: dict[str, Any] = {
+        "sinks": jnp.asarray(rng.normal(size=heads), jnp.float32),
+        "batch_invariant": True,
+        "implementation": "cuda",
+        "return_lse": True,
+    }
+    got = sparse_mla_decode(
+        q, caches[0], first, extra_cache=caches[1], extra_indices=second, **options
+    )
+    full = jnp.pad(first, ((0, 0), (0, 0), (0, 28)), constant_values=-1)
+    both = jnp.concatenate([full, jnp.where(second < 0, -1, second + 128)], axis=2)
+    want = sparse_mla(q, jnp.concatenate(joined, axis=1), both, **options)
+    for one, other in zip(got, want, strict=True):
+        np.testing.assert_array_equal(np.asarray(one), np.asarray(other))
 
 
 def test_one_list_alone_and_none(rng: np.random.Generator) -> None:

@@ -17,7 +17,6 @@ from jax_dsa.core.arguments import (
 )
 from jax_dsa.core.checks import FLOATS, Args
 from jax_dsa.core.ffi import Kernel, either
-from jax_dsa.core.layout import RECORD_DIM
 from jax_dsa.core.op import Pass, differentiable
 from jax_dsa.core.softmax import requested
 from jax_dsa.core.typing import Array, Float, Implementation, Int
@@ -58,9 +57,8 @@ DECODE_FWD = Pass(
     kernel=Kernel(
         cuda.sparse_mla_decode_fwd,
         cuda.decode_supports,
-        limits=f"{_LIMITS}; or FP8 records with D {RECORD_DIM}",
+        limits=f"{_LIMITS}; or FP8 records",
         portable=cuda.decode_supports,
-        takes=cuda.DECODE_TAKES,
     ),
 )
 DECODE_BWD = Pass("sparse_mla_decode_bwd", xla.sparse_mla_bwd)
@@ -255,7 +253,7 @@ def sparse_mla_decode(
     """Computes `sparse_mla` of a few new queries over a flat or paged cache.
 
     A slot is valid if `0 <= idx < lengths[b]` and, in a paged cache, if its page is mapped. Only
-    the selected rows are read. Nothing is copied or unpacked beforehand.
+    the selected rows are read.
 
     With `extra_cache`, the keys that `extra_indices` selects take part in the same softmax, with
     one sink and one lse: the result is that of `sparse_mla` over both caches' keys, concatenated.
@@ -265,9 +263,9 @@ def sparse_mla_decode(
         q: Absorbed queries [B, T, N, D] of the last T tokens of each request; bfloat16, float16 or
             float32.
         cache: Keys in the dtype of `q`, or FP8 records, with this step's tokens already appended.
-            The CUDA kernel reads records of 656 bytes (D = 576). Records of 584 bytes, which only
-            paged caches have (D = 512 and value_dim <= 512), run in XLA, which unpacks the selected
-            rows to the dtype of `q`.
+            The CUDA kernel reads keys and records of 656 bytes (D = 576). Of records of 584 bytes,
+            which only paged caches have (D = 512 and value_dim <= 512), and with `extra_cache`, it
+            reads a copy of the selected rows in the dtype of `q`.
         indices: Positions within each request (not within the page pool) [B, T, G, K] or [B, T, K],
             int32. Without the axis G all KV heads share the indices.
         extra_cache: A second cache of the same B, G and D, flat or paged, of keys or records,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import math
 from typing import TYPE_CHECKING, Any
 
@@ -10,7 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jax_dsa.core import compat, ffi
-from jax_dsa.core.layout import RECORD_BYTES
+from jax_dsa.core.layout import PAGE_RECORD_BYTES, RECORD_BYTES
 from jax_dsa.core.rows import valid_slots
 from jax_dsa.core.softmax import (
     grouped,
@@ -21,6 +22,7 @@ from jax_dsa.core.softmax import (
 )
 from jax_dsa.core.streaming import BUDGET, chunk_length, scan_chunks
 from jax_dsa.core.typing import Array, Bool, Float, Int
+from jax_dsa.ops.sparse_mla import xla
 from jax_dsa.ops.sparse_mla.spec import Gradients, Operands, Options, Results
 
 if TYPE_CHECKING:
@@ -57,6 +59,8 @@ def supports(options: Options, x: Operands, *_: Results) -> str | None:
 
 def decode_supports(options: Options, x: Operands) -> str | None:
     """Returns why the kernel of `sparse_mla_decode` cannot run this call, or None if it can."""
+    if _reads_copies(x):
+        return _queries_supported(options, x)
     if x.page_table is not None and 0 in x.page_table.shape[1:]:
         return "it takes at least one page for a request"
     if x.kv.dtype != jnp.uint8:
@@ -64,6 +68,12 @@ def decode_supports(options: Options, x: Operands) -> str | None:
     if x.kv.shape[3] != RECORD_BYTES:
         return f"it takes FP8 records of {RECORD_BYTES} bytes, got {x.kv.shape[3]}"
     return _queries_supported(options, x)
+
+
+def _reads_copies(x: Operands) -> bool:
+    """Returns whether the kernel cannot read the caches of this call itself."""
+    page_records = x.kv.dtype == jnp.uint8 and x.kv.shape[3] == PAGE_RECORD_BYTES
+    return page_records or x.extra_kv is not None
 
 
 def _queries_supported(options: Options, x: Operands) -> str | None:
@@ -112,6 +122,8 @@ def _batch_invariant_fwd(options: Options, avals: Results, x: Operands) -> Resul
 
 def sparse_mla_decode_fwd(options: Options, avals: Results, x: Operands) -> Results:
     """Returns what `xla.sparse_mla_fwd` returns. The slots of each query are split among CTAs."""
+    if _reads_copies(x):
+        return _decode_over_copies(options, avals, x)
     partial = _partial_results(options, x)
     splits = partial[0].shape[1]
     out, max_logit, log_sum, *_ = ffi.call(
@@ -124,6 +136,38 @@ def sparse_mla_decode_fwd(options: Options, avals: Results, x: Operands) -> Resu
         batch_invariant=np.bool_(options.batch_invariant),
     )
     return Results(out, max_logit, log_sum)
+
+
+def _decode_over_copies(options: Options, avals: Results, x: Operands) -> Results:
+    """Returns what `sparse_mla_decode_fwd` returns, which reads copies of the selected rows.
+
+    Each query is a request of its own, whose keys are the rows of its lists. The first list is
+    filled up to whole tiles of slots, so that its length does not change the tiles of the second.
+    """
+    pools, lists = xla.pools_and_lists(options, x)
+    B, T, N, D = x.q.shape
+    G = x.kv.shape[2]
+    full = [(0, 0)] * 3 + [(0, -lists[0].indices.shape[3] % TILE)]
+    first = jnp.pad(lists[0].indices, full, constant_values=-1)
+    lists = (lists[0]._replace(indices=first), *lists[1:])
+    flat = dataclasses.replace(options, page_size=None, extra_page_size=None)
+
+    def chunk(carry: tuple[()], q: Array, lists: Any) -> tuple[tuple[()], tuple[Any, ...]]:
+        rows, valid = xla.selected(pools, lists, q.dtype)
+        (_, queries, _, K), requests = valid.shape, B * q.shape[1]
+        part = Operands(
+            q.reshape(requests, 1, N, D),
+            jnp.swapaxes(rows, 2, 3).reshape(requests, K, G, D),
+            jnp.where(valid, jnp.arange(K, dtype=jnp.int32), -1).reshape(requests, 1, G, K),
+            sinks=None if x.sinks is None else jnp.repeat(x.sinks, queries, axis=0),
+        )
+        shapes = [jax.ShapeDtypeStruct((requests, 1, *a.shape[2:]), a.dtype) for a in avals]
+        results = sparse_mla_decode_fwd(flat, Results(*shapes), part)  # type: ignore[arg-type]
+        return carry, tuple(a.reshape(B, queries, *a.shape[2:]) for a in results)
+
+    row_bytes = sum(a.indices.shape[3] for a in lists) * G * D * x.q.dtype.itemsize
+    size = chunk_length(T, B * row_bytes, budget=BUDGET)
+    return Results(*scan_chunks(chunk, (), (x.q, lists), chunk=size)[1])
 
 
 def _partial_results(options: Options, x: Operands) -> tuple[jax.ShapeDtypeStruct, ...]:

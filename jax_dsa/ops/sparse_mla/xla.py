@@ -62,11 +62,11 @@ def sparse_mla_fwd(options: Options, x: Operands) -> Results:
     if options.batch_invariant:
         per_entry = dataclasses.replace(options, batch_invariant=False)
         return entry_by_entry(functools.partial(sparse_mla_fwd, per_entry), x)
-    pools, lists = _pools_and_lists(options, x)
+    pools, lists = pools_and_lists(options, x)
     sinks, G = x.sinks, x.indices.shape[2]
 
     def chunk(carry: tuple[()], q: Array, lists: tuple[_Slots, ...]) -> Any:
-        rows, valid = _selected(pools, lists, q.dtype)
+        rows, valid = selected(pools, lists, q.dtype)
         s = scores(options.scale, grouped(q, G), rows, valid)
         top = jax.lax.stop_gradient(jnp.max(s, axis=-1, initial=-jnp.inf))
         p = jnp.exp(s - jnp.where(top == -jnp.inf, 0, top)[..., None])
@@ -91,7 +91,7 @@ def sparse_mla_fwd(options: Options, x: Operands) -> Results:
 
 def sparse_mla_bwd(options: Options, x: Operands, y: Results, dy: Results) -> Gradients:
     """Returns the gradients of q, the keys and the sinks."""
-    pools, lists = _pools_and_lists(options, x)
+    pools, lists = pools_and_lists(options, x)
     sinks = x.sinks
     B, _, N, D = x.q.shape
     G = x.indices.shape[2]
@@ -109,7 +109,7 @@ def sparse_mla_bwd(options: Options, x: Operands, y: Results, dy: Results) -> Gr
         dkvs, dsinks = carry
         q, out, top, log_sum, dout, dlse = (grouped(a, G) for a in (q, *y, dy.out, dy.log_sum))
         dout, dlse = of_rows_with_keys(top, dout, dlse)
-        rows, valid = _selected(pools, lists, q.dtype)
+        rows, valid = selected(pools, lists, q.dtype)
         p = probabilities(scores(options.scale, q, rows, valid), top, log_sum)
         dp = jnp.einsum(
             "btgme,btgke->btgmk",
@@ -153,7 +153,7 @@ def sparse_mla_bwd(options: Options, x: Operands, y: Results, dy: Results) -> Gr
     return Gradients(q=dq, kv=dkv, sinks=dsinks, extra_kv=dextra)
 
 
-def _pools_and_lists(options: Options, x: Operands) -> tuple[tuple[_Pool, ...], tuple[_Slots, ...]]:
+def pools_and_lists(options: Options, x: Operands) -> tuple[tuple[_Pool, ...], tuple[_Slots, ...]]:
     """Returns the keys of one or two caches, and the lists that select from them.
 
     The indices are rows of the pools, not positions within requests.
@@ -181,7 +181,7 @@ def _physical(pool: _Pool, slots: _Slots, page_table: Array | None) -> _Slots:
     return slots._replace(indices=indices, ends=None)
 
 
-def _selected(
+def selected(
     pools: tuple[_Pool, ...], lists: tuple[_Slots, ...], dtype: Any
 ) -> tuple[Float[Array, "B T G K D"], Bool[Array, "B T G K"]]:
     """Returns the rows of all slots, one list after the other, and which of them are valid."""
