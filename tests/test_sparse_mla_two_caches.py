@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 from types import SimpleNamespace
 from typing import Any
 
@@ -218,9 +219,10 @@ def test_the_kernel_reads_copies_of_the_selected_rows(
     extension = SimpleNamespace(sparse_mla_decode_splits=lambda **_: 1)
     monkeypatch.setattr(cuda, "ffi", SimpleNamespace(call=handler, extension=lambda: extension))
     monkeypatch.setattr(cuda, "BUDGET", budget)
-    expected = xla.sparse_mla_fwd(options, x)
+    expected = jax.jit(functools.partial(xla.sparse_mla_fwd, options))(x)
     avals: Any = Results(*(jax.ShapeDtypeStruct(a.shape, a.dtype) for a in expected))  # type: ignore[arg-type]
-    for got, want in zip(cuda.sparse_mla_decode_fwd(options, avals, x), expected, strict=True):
+    results = jax.jit(functools.partial(cuda.sparse_mla_decode_fwd, options, avals))(x)
+    for got, want in zip(results, expected, strict=True):
         assert_matches(got, want, tol=1e-5)
 
 
