@@ -192,6 +192,8 @@ def test_misuse_of_the_import() -> None:
         ValueError, match=r"import_page_records: argument 'pages' .* at least 37376"
     ):
         import_page_records(pages, 64)
+    with pytest.raises(ValueError, match="and less than 576 bytes of padding"):
+        import_page_records(pages, 63)
     with pytest.raises(ValueError, match=r"'pages' has shape .* at least 1168 .* G=2"):
         import_page_records(pages[0], 1, groups=2)
     with pytest.raises(TypeError, match="'pages' has dtype int8, want uint8 or float8_e4m3fn"):

@@ -106,6 +106,16 @@ MISUSE = {
         TypeError,
         "'fp8' is 1",
     ),
+    "records": (
+        lambda: mqa_decode_plan(LENGTHS, num_heads=8, dim=96, fp8=True),
+        ValueError,
+        r"'dim' is 96, want one of \(576, 512\), with fp8=True",
+    ),
+    "symbol": (
+        lambda: mqa_decode_plan(LENGTHS, num_heads=8, queries=jax.export.symbolic_shape("t")[0]),
+        TypeError,
+        "'queries' is t .*, want an int, no symbol: export once for each size",
+    ),
     "starts": (
         lambda: mqa_decode_plan(LENGTHS, **SIZES, starts=jnp.zeros(2, int)),
         ValueError,
@@ -125,10 +135,18 @@ def test_misuse(call: Any, error: type, message: str) -> None:
         call()
 
 
+def test_a_plan_for_symbolic_sizes_cannot_be_stored() -> None:
+    batch = jax.export.symbolic_shape("b")
+    plan = jax.jit(lambda lengths: mqa_decode_plan(lengths, num_heads=8))
+    exported = jax.export.export(plan)(jax.ShapeDtypeStruct(batch, jnp.int32))
+    with pytest.raises(ValueError, match=r"MqaDecodePlan with the sizes .* no symbols"):
+        exported.serialize()
+
+
 def test_misuse_of_a_plan(rng: np.random.Generator) -> None:
     q, (k, _) = queries_and_keys(rng)
     plan = mqa_decode_plan(LENGTHS, **SIZES)
-    for sizes in ({"num_heads": 16}, {"queries": 2}, {"dim": 64}, {"fp8": True}):
+    for sizes in ({"num_heads": 16}, {"queries": 2}, {"dim": 64}, {"dim": 576, "fp8": True}):
         with pytest.raises(ValueError, match=r"'plan' was made for .*want one for B=3, T=1, N=8"):
             decode(q, k, mqa_decode_plan(LENGTHS, **SIZES | sizes))
     with pytest.raises(ValueError, match="'plan' was made for B=2"):

@@ -52,6 +52,10 @@ CASES: dict[str, tuple[Callable, list]] = {
         ),
         [*ATTENTION, LENGTHS, SLOTS, ("p, 2, 1, 8", f32), ("b, r", i32), LENGTHS, ("b, t, 3", i32)],
     ),
+    "sparse_mla-batch_invariant": (
+        lambda *x: jax_dsa.sparse_mla(*x, batch_invariant=True),
+        [*ATTENTION, SLOTS],
+    ),
     "sparse_attention": (
         lambda q, k, i: jax_dsa.sparse_attention(
             q, k, k, i, block_size=4, is_causal=True, sink_blocks=1, local_blocks=3

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax import export
 
 from jax_dsa.core import compat
 from jax_dsa.core.axis_order import Given, exchanged, heads_divide, sizes_of
@@ -55,7 +56,9 @@ def _typed(x: Any) -> str:
 
 
 def _static(kind: str, x: Any) -> str:
-    """Returns `kind`, such as "an int", for a message; with the way out if `x` is traced."""
+    """Returns `kind`, such as "an int", for a message; with the way out if `x` is no number yet."""
+    if export.is_symbolic_dim(x):
+        return f"{kind}, no symbol: export once for each size"
     if not isinstance(x, jax.core.Tracer):
         return kind
     static = f"a static {kind.split()[-1]}"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import json
 from typing import TypeVar
 
@@ -9,6 +10,16 @@ import jax
 import jax.export
 
 T = TypeVar("T")
+
+
+def _stored(name: str, static: tuple[int, ...]) -> bytes:
+    """Returns the static fields of a `name` as bytes."""
+    if not all(isinstance(x, int) for x in static):
+        raise ValueError(
+            f"{name} with the sizes {static} cannot be stored: want numbers, no symbols; export "
+            f"once for each size, or make it inside the exported function"
+        )
+    return json.dumps(static).encode()
 
 
 def exportable(cls: type[T]) -> type[T]:
@@ -29,7 +40,7 @@ def exportable(cls: type[T]) -> type[T]:
         jax.export.register_pytree_node_serialization(
             cls,
             serialized_name=name,
-            serialize_auxdata=lambda static: json.dumps(static).encode(),
+            serialize_auxdata=functools.partial(_stored, name),
             deserialize_auxdata=lambda stored: tuple(json.loads(stored)),
         )
     return cls

@@ -156,5 +156,5 @@ def entry_by_entry(fn: Callable[[X], Y], x: X) -> Y:
         return jax.tree.map(lambda y: y[0], fn(type(x)(*own)))
 
     # Run at least two iterations. XLA would unroll a single one and compile a different program.
-    entries = jnp.minimum(jnp.arange(max(size, 2), dtype=jnp.int32), size - 1)
+    entries = jnp.minimum(jnp.arange(max_dim(size, 2), dtype=jnp.int32), size - 1)
     return jax.tree.map(lambda y: y[:size], jax.lax.map(entry, entries))

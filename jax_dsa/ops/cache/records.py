@@ -30,6 +30,9 @@ from jax_dsa.ops.quantize_fp8.spec import INPUTS, Operands, Options
 # Bytes of a record, by the D of the row that it holds.
 RECORDS = {RECORD_DIM: RECORD_BYTES, PAGE_RECORD_DIM: PAGE_RECORD_BYTES}
 
+# FlashMLA and vLLM pad pages of records to a multiple of so many bytes.
+PAGE_PADDING = 576
+
 
 def pack_records(rows: Float[Array, "... 576"]) -> UInt8[Array, "... 656"]:
     """Returns rows as FP8 cache records.
@@ -94,7 +97,8 @@ def pack_page_records(rows: Float[Array, "... L 512"]) -> UInt8[Array, "... L 58
 
     The first 448 values of a row are quantised to e4m3 and the last 64 are rounded to bfloat16. The
     scales of a page follow the values of all its L tokens, so its last two axes are one sequence of
-    bytes.
+    bytes. The rows of G KV heads lie in a page together: for the `pages` [P, L, G, 584] of a cache,
+    pass rows [P, L * G, 512] and reshape the result.
 
     Args:
         rows: Rows of keys; bfloat16, float16 or float32.
@@ -108,6 +112,8 @@ def pack_page_records(rows: Float[Array, "... L 512"]) -> UInt8[Array, "... L 58
 
 def unpack_page_records(pages: UInt8[Array, "... L 584"], dtype: Any) -> Float[Array, "... L 512"]:
     """Returns the rows that pages of FP8 records hold; exact in bfloat16.
+
+    Of a cache, pass `cache.pages.reshape(P, L * G, 584)`.
 
     Args:
         pages: Pages as `pack_page_records` returns them.
@@ -136,7 +142,8 @@ def import_page_records(
         groups: G, the number of KV heads.
 
     Raises:
-        TypeError, ValueError: An argument has the wrong type, or the pages are too short.
+        TypeError, ValueError: An argument has the wrong type, or the pages are too short or have
+            576 bytes of padding or more, as with a wrong `page_size`.
 
     Examples:
         >>> import jax.numpy as jnp
@@ -148,13 +155,12 @@ def import_page_records(
     size = args.integer("page_size", page_size, 1)
     groups = args.integer("groups", groups, 1)
     pages = args.typed("pages", pages, (jnp.uint8, FP8))
-    expected = f"[P, bytes] with at least {size * groups * PAGE_RECORD_BYTES} bytes for L={size}"
-    width = math.prod(pages.shape[1:])
-    fits = pages.ndim >= 2 and width >= size * groups * PAGE_RECORD_BYTES
-    args.shape("pages", pages, fits, f"{expected} and G={groups}")
+    used, width = size * groups * PAGE_RECORD_BYTES, math.prod(pages.shape[1:])
+    expected = f"[P, bytes] with at least {used} bytes for L={size} and G={groups}"
+    fits = pages.ndim >= 2 and used <= width < used + PAGE_PADDING
+    args.shape("pages", pages, fits, f"{expected}, and less than {PAGE_PADDING} bytes of padding")
     flat = jax.lax.bitcast_convert_type(pages, jnp.uint8).reshape(pages.shape[0], width)
-    used = flat[:, : size * groups * PAGE_RECORD_BYTES]
-    return used.reshape(pages.shape[0], size, groups, PAGE_RECORD_BYTES)
+    return flat[:, :used].reshape(pages.shape[0], size, groups, PAGE_RECORD_BYTES)
 
 
 def checks_of(op: str) -> Args:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from jax_dsa.core.checks import INT32, Args
 from jax_dsa.core.ffi import Kernel
+from jax_dsa.core.layout import PAGE_RECORD_DIM, RECORD_DIM
 from jax_dsa.core.op import Pass
 from jax_dsa.core.typing import Array, Implementation, Int
 from jax_dsa.ops.mqa_decode import cuda, xla
@@ -44,7 +45,7 @@ def mqa_decode_plan(
         queries: T, number of queries per request.
         groups: G, number of KV heads.
         dim: D, dimension of queries and keys.
-        fp8: Whether the keys are FP8 records.
+        fp8: Whether the keys are FP8 records, with D = 576 or 512.
         starts, local_window_size: As in `mqa_decode`.
         implementation: "cuda" or "xla". Default: the CUDA kernel where it supports the call.
 
@@ -73,6 +74,8 @@ def mqa_decode_plan(
     args.option("num_heads", heads, heads % groups == 0, f"a multiple of groups={groups}")
     args.bind("T", args.integer("queries", queries, 0), "'queries'")
     dim, fp8 = args.integer("dim", dim, 1), args.flag("fp8", fp8)
+    records = (RECORD_DIM, PAGE_RECORD_DIM)
+    args.option("dim", dim, not fp8 or dim in records, f"one of {records}, with fp8=True")
     visible = visible_keys(args, lengths, starts, local_window_size)
     operands = PlanOperands(*(x[None] for x in visible))
     ranges = PLAN(call, PlanOptions(heads, groups, dim, fp8), operands).ranges[0]

@@ -164,12 +164,11 @@ def sparse_mla(
             +-inf are legal. `lse` excludes them.
         deterministic: Whether gradients are bit-identical on every run. Otherwise the gradients of
             keys are summed in the way that is faster for the shapes.
-        batch_invariant: Whether the result of a query is bit-identical whatever other queries and
-            requests are in the call. The CUDA kernels then return the bits that
-            `sparse_mla_decode(batch_invariant=True)` returns for the same query, list and rows, so
-            that a trainer sees the probabilities of its rollouts. K has to be the same in both. XLA
-            computes one request after the other and does not promise this. Gradients are not
-            covered.
+        batch_invariant: Whether the result of a query is bit-identical whatever other requests are
+            in the call, and with the CUDA kernels, whatever other queries are. The kernels then
+            return the bits that `sparse_mla_decode(batch_invariant=True)` returns for the same
+            query, list and rows, so that a trainer sees the probabilities of its rollouts. K has to
+            be the same in both. Gradients are not covered.
         return_lse: Whether to return `lse` as well.
         implementation: "cuda" or "xla". Default: the CUDA kernels where they support the call.
 
