@@ -22,7 +22,7 @@ from jax_dsa.core.softmax import (
 )
 from jax_dsa.core.streaming import BUDGET, chunk_length, scan_chunks
 from jax_dsa.core.typing import Array, Bool, Float, Int
-from jax_dsa.ops.sparse_mla import xla
+from jax_dsa.ops.sparse_mla.selected import pools_and_lists, selected
 from jax_dsa.ops.sparse_mla.spec import Gradients, Operands, Options, Results
 
 if TYPE_CHECKING:
@@ -144,7 +144,7 @@ def _decode_over_copies(options: Options, avals: Results, x: Operands) -> Result
     Each query is a request of its own, whose keys are the rows of its lists. The first list is
     filled up to whole tiles of slots, so that its length does not change the tiles of the second.
     """
-    pools, lists = xla.pools_and_lists(options, x)
+    pools, lists = pools_and_lists(options, x)
     B, T, N, D = x.q.shape
     G = x.kv.shape[2]
     full = [(0, 0)] * 3 + [(0, -lists[0].indices.shape[3] % TILE)]
@@ -153,7 +153,7 @@ def _decode_over_copies(options: Options, avals: Results, x: Operands) -> Result
     flat = dataclasses.replace(options, page_size=None, extra_page_size=None)
 
     def chunk(carry: tuple[()], q: Array, lists: Any) -> tuple[tuple[()], tuple[Any, ...]]:
-        rows, valid = xla.selected(pools, lists, q.dtype)
+        rows, valid = selected(pools, lists, q.dtype)
         (_, queries, _, K), requests = valid.shape, B * q.shape[1]
         part = Operands(
             q.reshape(requests, 1, N, D),

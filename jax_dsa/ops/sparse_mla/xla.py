@@ -18,15 +18,14 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
 from jax_dsa.core import compat
-from jax_dsa.core.layout import physical_rows
-from jax_dsa.core.rows import gather_rows, query_bytes, scatter_rows, scores, valid_slots
+from jax_dsa.core.rows import query_bytes, scatter_rows, scores
 from jax_dsa.core.softmax import (
     grouped,
     log_of_sum,
@@ -38,23 +37,9 @@ from jax_dsa.core.softmax import (
     split_scale,
 )
 from jax_dsa.core.streaming import chunk_length, entry_by_entry, scan_chunks
-from jax_dsa.core.typing import Array, Bool, Float, Int
+from jax_dsa.core.typing import Array, Float
+from jax_dsa.ops.sparse_mla.selected import Slots, pools_and_lists, selected
 from jax_dsa.ops.sparse_mla.spec import Gradients, Operands, Options, Results
-
-
-class _Pool(NamedTuple):
-    """The rows that a list selects from: one batch entry may serve all requests."""
-
-    rows: Array
-    page_size: int | None
-
-
-class _Slots(NamedTuple):
-    """One list of slots per query, which index the rows of a pool."""
-
-    indices: Int[Array, "B T G K"]
-    ends: Int[Array, "B T"] | None
-    topk_length: Int[Array, "B T"] | None
 
 
 def sparse_mla_fwd(options: Options, x: Operands) -> Results:
@@ -65,7 +50,7 @@ def sparse_mla_fwd(options: Options, x: Operands) -> Results:
     pools, lists = pools_and_lists(options, x)
     sinks, G = x.sinks, x.indices.shape[2]
 
-    def chunk(carry: tuple[()], q: Array, lists: tuple[_Slots, ...]) -> Any:
+    def chunk(carry: tuple[()], q: Array, lists: tuple[Slots, ...]) -> Any:
         rows, valid = selected(pools, lists, q.dtype)
         s = scores(options.scale, grouped(q, G), rows, valid)
         top = jax.lax.stop_gradient(jnp.max(s, axis=-1, initial=-jnp.inf))
@@ -105,7 +90,7 @@ def sparse_mla_bwd(options: Options, x: Operands, y: Results, dy: Results) -> Gr
         None if sinks is None else jnp.zeros((B, N), acc),
     )
 
-    def chunk(carry: Any, q: Array, lists: tuple[_Slots, ...], y: Results, dy: Results) -> Any:
+    def chunk(carry: Any, q: Array, lists: tuple[Slots, ...], y: Results, dy: Results) -> Any:
         dkvs, dsinks = carry
         q, out, top, log_sum, dout, dlse = (grouped(a, G) for a in (q, *y, dy.out, dy.log_sum))
         dout, dlse = of_rows_with_keys(top, dout, dlse)
@@ -153,46 +138,7 @@ def sparse_mla_bwd(options: Options, x: Operands, y: Results, dy: Results) -> Gr
     return Gradients(q=dq, kv=dkv, sinks=dsinks, extra_kv=dextra)
 
 
-def pools_and_lists(options: Options, x: Operands) -> tuple[tuple[_Pool, ...], tuple[_Slots, ...]]:
-    """Returns the keys of one or two caches, and the lists that select from them.
-
-    The indices are rows of the pools, not positions within requests.
-    """
-    pools = [_Pool(x.kv, options.page_size)]
-    lists = [_physical(pools[0], _Slots(x.indices, x.ends, x.topk_length), x.page_table)]
-    if x.extra_kv is not None:
-        assert x.extra_indices is not None
-        pools.append(_Pool(x.extra_kv, options.extra_page_size))
-        extra = _Slots(x.extra_indices, x.extra_ends, x.extra_topk_length)
-        lists.append(_physical(pools[1], extra, x.extra_page_table))
-    return tuple(pools), tuple(lists)
-
-
-def _physical(pool: _Pool, slots: _Slots, page_table: Array | None) -> _Slots:
-    """Returns the slots with indices within the page pool instead of within each request."""
-    if page_table is None:
-        return slots
-    visible = slots.indices
-    if slots.ends is not None:
-        visible = jnp.where(visible < slots.ends[:, :, None, None], visible, -1)
-    assert pool.page_size is not None
-    pages = pool.rows.shape[1] // pool.page_size
-    indices = physical_rows(pages, pool.page_size, page_table, visible)
-    return slots._replace(indices=indices, ends=None)
-
-
-def selected(
-    pools: tuple[_Pool, ...], lists: tuple[_Slots, ...], dtype: Any
-) -> tuple[Float[Array, "B T G K D"], Bool[Array, "B T G K"]]:
-    """Returns the rows of all slots, one list after the other, and which of them are valid."""
-    rows, valid = [], []
-    for pool, slots in zip(pools, lists, strict=True):
-        valid.append(valid_slots(*slots, pool.rows.shape[1]))
-        rows.append(gather_rows(pool.rows, slots.indices, valid[-1], dtype, pool.page_size))
-    return jnp.concatenate(rows, axis=3), jnp.concatenate(valid, axis=3)
-
-
-def _queries_at_once(q: Array, lists: tuple[_Slots, ...], row_bytes: int, score_bytes: int) -> int:
+def _queries_at_once(q: Array, lists: tuple[Slots, ...], row_bytes: int, score_bytes: int) -> int:
     """Returns how many queries of each request a chunk has."""
     each = [query_bytes(q, slots.indices, row_bytes, score_bytes) for slots in lists]
     return chunk_length(q.shape[1], sum(each))
