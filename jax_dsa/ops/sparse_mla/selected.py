@@ -33,19 +33,20 @@ def pools_and_lists(options: Options, x: Operands) -> tuple[tuple[Pool, ...], tu
     The indices are rows of the pools, not positions within requests.
     """
     pools = [Pool(x.kv, options.page_size)]
-    lists = [_physical(pools[0], Slots(x.indices, x.ends, x.topk_length), x.page_table)]
+    lists = [Slots(x.indices, x.ends, x.topk_length)]
     if x.extra_kv is not None:
         assert x.extra_indices is not None
         pools.append(Pool(x.extra_kv, options.extra_page_size))
-        extra = Slots(x.extra_indices, x.extra_ends, x.extra_topk_length)
-        lists.append(_physical(pools[1], extra, x.extra_page_table))
+        lists.append(Slots(x.extra_indices, x.extra_ends, x.extra_topk_length))
+    tables = x.page_table, x.extra_page_table
+    for i, (pool, table) in enumerate(zip(pools, tables, strict=False)):
+        if table is not None:
+            lists[i] = _physical(pool, lists[i], table)
     return tuple(pools), tuple(lists)
 
 
-def _physical(pool: Pool, slots: Slots, page_table: Array | None) -> Slots:
+def _physical(pool: Pool, slots: Slots, page_table: Array) -> Slots:
     """Returns the slots with indices within the page pool instead of within each request."""
-    if page_table is None:
-        return slots
     visible = slots.indices
     if slots.ends is not None:
         visible = jnp.where(visible < slots.ends[:, :, None, None], visible, -1)

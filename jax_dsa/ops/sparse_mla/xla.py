@@ -140,8 +140,10 @@ def sparse_mla_bwd(options: Options, x: Operands, y: Results, dy: Results) -> Gr
 
 def _queries_at_once(q: Array, lists: tuple[Slots, ...], row_bytes: int, score_bytes: int) -> int:
     """Returns how many queries of each request a chunk has."""
-    each = [query_bytes(q, slots.indices, row_bytes, score_bytes) for slots in lists]
-    return chunk_length(q.shape[1], sum(each))
+    each = 0
+    for slots in lists:
+        each += query_bytes(q, slots.indices, row_bytes, score_bytes)
+    return chunk_length(q.shape[1], each)
 
 
 def _padded(x: Float[Array, "B T G m E"], dim: int) -> Float[Array, "B T G m D"]:
