@@ -136,6 +136,13 @@ class Operand {
     }
   }
 
+  // Returns the operand at the same place of another tile, whose address is `offset` bytes higher.
+  __device__ __forceinline__ Operand moved(uint32_t offset) const {
+    Operand x = *this;
+    x.at += offset;
+    return x;
+  }
+
  private:
   uint32_t at;
 };

@@ -55,6 +55,11 @@ struct alignas(128) PortableShared {
 // The index of this thread's group, in a uniform register.
 __device__ __forceinline__ int group_index() { return uniform(threadIdx.x / kGroupThreads); }
 
+// This thread's lane, and its warp within the group. They are unsigned, so that divisions by powers
+// of two are shifts.
+__device__ __forceinline__ uint32_t lane_index() { return thread_index() & 31u; }
+__device__ __forceinline__ uint32_t group_warp() { return (thread_index() >> 5) & 3u; }
+
 // Waits for the other warps of the group.
 __device__ __forceinline__ void sync_group() {
   named_barrier_sync<kGroupThreads>(1 + threadIdx.x / kGroupThreads);
@@ -92,9 +97,10 @@ __device__ __forceinline__ void gather_row(uint32_t tile, int row, const char* f
                                            uint64_t policy) {
   const int chunk = threadIdx.x % 8;
   const uint32_t to = whole_sum(tile, row * 128 + (chunk ^ row % 8) * 16);
+  from += opaque(chunk * 16);  // so that the blocks' addresses differ by constants
 #pragma unroll
   for (int b = 0; b < kBlocks; ++b) {
-    cp_async_16(to + b * (kRows * 128), from + chunk * 16 + b * 128, valid, policy);
+    cp_async_16(to + b * (kRows * 128), from + b * 128, valid, policy);
   }
 }
 
@@ -102,55 +108,64 @@ __device__ __forceinline__ void gather_row(uint32_t tile, int row, const char* f
 
 // Returns the index of 4 scores of a row in the kParts [kRows, kKeys] scores of a group.
 // Neighboring rows fall on different banks, both for accumulator fragments and for lanes that read
-// 16 bytes.
+// 16 bytes. Rows that are 8 apart have the same order of columns.
 template <typename Tr>
-__device__ __forceinline__ int score_index(int row, int chunk) {
-  const int swizzle = Tr::kKeys >= 32 ? row % 4 * 2 + row / 4 % 2 : row / 2 % 2 * 2 + row / 4 % 2;
+__device__ __forceinline__ uint32_t score_index(uint32_t row, uint32_t chunk) {
+  const uint32_t swizzle =
+      Tr::kKeys >= 32 ? row % 4 * 2 + row / 4 % 2 : row / 2 % 2 * 2 + row / 4 % 2;
   return row * Tr::kKeys + (chunk ^ swizzle) * 4;
 }
 
-// Computes this warp's part of the scores of a group, Q K^T, and stores it at `scores`. `q` and
-// `keys` are the addresses of the tiles.
+// The operands of this warp's part of the scores of a group, Q K^T.
 template <typename Tr>
-__device__ __forceinline__ void multiply_scores(uint32_t q, uint32_t keys, int group,
-                                                float* scores) {
-  constexpr int kSlice = 64 / Tr::kParts;
-  const int warp = uniform(threadIdx.x / 32 % 4), part = warp / Tr::kWarpsPerPart;
-  const int key = warp % Tr::kWarpsPerPart * Tr::kScoreKeys;
+struct ScoreOperands {
+  static constexpr int kSlice = 64 / Tr::kParts;
+  Operand<Side::kA, false, Tr::kHeads, kSlice> q;
+  Operand<Side::kB, false, Tr::kKeys, kSlice> keys;
+
+  // `q` and `keys` are the addresses of the tiles.
+  __device__ __forceinline__ ScoreOperands(uint32_t q, uint32_t keys, int group)
+      : q(q, group * Tr::kRows, group_warp() / Tr::kWarpsPerPart * kSlice),
+        keys(keys, group_warp() % Tr::kWarpsPerPart * Tr::kScoreKeys,
+             group_warp() / Tr::kWarpsPerPart * kSlice) {}
+};
+
+// Computes this warp's part of the scores of a group, and stores it at `scores`.
+template <typename Tr, typename Q, typename Keys>
+__device__ __forceinline__ void multiply_scores(const Q& q, const Keys& keys, float* scores) {
+  const uint32_t warp = group_warp(), part = warp / Tr::kWarpsPerPart;
+  const uint32_t key = warp % Tr::kWarpsPerPart * Tr::kScoreKeys;
   float s[Tr::kRows / 16][Tr::kScoreKeys / 2];
   clear_fragments(s);
-  multiply_tiles<DType::kBF16, Tr::kD / 16 / Tr::kParts>(
-      s, Operand<Side::kA, false, Tr::kHeads, kSlice>(q, group * Tr::kRows, part * kSlice),
-      Operand<Side::kB, false, Tr::kKeys, kSlice>(keys, key, part * kSlice));
-  const int lane = thread_index() % 32;
+  multiply_tiles<DType::kBF16, Tr::kD / 16 / Tr::kParts>(s, q, keys);
+  const uint32_t lane = lane_index();
   scores += part * (Tr::kRows * Tr::kKeys) + lane % 2 * 2;
 #pragma unroll
-  for (int m = 0; m < Tr::kRows / 16; ++m) {
+  for (int i = 0; i < Tr::kScoreKeys / 2; i += 4) {
+    float* const to = scores + score_index<Tr>(lane / 4, key / 4 + i / 2 + lane % 4 / 2);
 #pragma unroll
-    for (int i = 0; i < Tr::kScoreKeys / 2; i += 2) {
-      const int row = m * 16 + i / 2 % 2 * 8 + lane / 4;
-      const int chunk = key / 4 + i / 4 * 2 + lane % 4 / 2;
-      *reinterpret_cast<float2*>(scores + score_index<Tr>(row, chunk)) =
-          make_float2(s[m][i], s[m][i + 1]);
+    for (int m = 0; m < Tr::kRows / 8; ++m) {
+      const float* const x = &s[m / 2][i + m % 2 * 2];
+      *reinterpret_cast<float2*>(to + m * (8 * Tr::kKeys)) = make_float2(x[0], x[1]);
     }
   }
 }
 
 // The row of its group whose scores this lane processes, and the first of its keys.
 template <typename Tr>
-__device__ __forceinline__ int lane_row() {
-  return thread_index() / 32 % 4 * Tr::kWarpRows + thread_index() % Tr::kWarpRows;
+__device__ __forceinline__ uint32_t lane_row() {
+  return group_warp() * Tr::kWarpRows + lane_index() % Tr::kWarpRows;
 }
 template <typename Tr>
-__device__ __forceinline__ int lane_key() {
-  return thread_index() % 32 / Tr::kWarpRows * Tr::kLaneKeys;
+__device__ __forceinline__ uint32_t lane_key() {
+  return lane_index() / Tr::kWarpRows * Tr::kLaneKeys;
 }
 
 // Loads this lane's scores, the sums over all parts. Scores of keys that are not valid become -inf.
 template <typename Tr>
 __device__ __forceinline__ void load_scores(const float* scores, const uint8_t* valid,
                                             float (&s)[Tr::kLaneKeys]) {
-  const int row = lane_row<Tr>(), key = lane_key<Tr>();
+  const uint32_t row = lane_row<Tr>(), key = lane_key<Tr>();
 #pragma unroll
   for (int i = 0; i < Tr::kLaneKeys; i += 4) {
     const float* const from = scores + score_index<Tr>(row, (key + i) / 4);
@@ -216,7 +231,7 @@ struct PortableRow {
 template <typename Tr, int kColumn = 0>
 __device__ __forceinline__ void store_probabilities(uint32_t tile,
                                                     const float (&s)[Tr::kLaneKeys]) {
-  const int row = lane_row<Tr>(), key = lane_key<Tr>() + kColumn;
+  const uint32_t row = lane_row<Tr>(), key = lane_key<Tr>() + kColumn;
 #pragma unroll
   for (int i = 0; i < Tr::kLaneKeys; i += 4) {
     const uint32_t to = tile + row * 128 + (((key + i) / 8) ^ row % 8) * 16 + (key + i) % 8 * 2;
@@ -258,6 +273,12 @@ __device__ __forceinline__ void attend_tiles(Shared& shared, Loader& loader, int
   }
   clear_fragments(o);
   const uint32_t probabilities = smem_address(shared.probabilities[group]);
+  // This warp's operands. Those in key tiles are relative to the tile. Computing them in each step
+  // would delay its products.
+  const ScoreOperands<Tr> scored(smem_address(shared.q), 0, group);
+  const Operand<Side::kA, false, Tr::kRows> weights(probabilities, 0, 0);
+  const Operand<Side::kB, true, Tr::kKeys, Tr::kOutputSlice> values(
+      Tr::kFirstValueBlock * (Tr::kKeys * 128), 0, group_warp() * (Tr::kE / 4));
 #pragma unroll 1
   for (int step = 0; step < 2 * tiles + Tr::kGroups - 1; ++step) {
     if (step % 2 == 0) {
@@ -275,7 +296,7 @@ __device__ __forceinline__ void attend_tiles(Shared& shared, Loader& loader, int
     const uint32_t keys = smem_address(shared.keys[slot]);
     if (own % 2 == 0) {
       float* const scores = shared.scores[group];
-      multiply_scores<Tr>(smem_address(shared.q), keys, group, scores);
+      multiply_scores<Tr>(scored.q, scored.keys.moved(keys), scores);
       sync_group();
       float s[Tr::kLaneKeys];
       load_scores<Tr>(scores, shared.valid[slot], s);
@@ -283,24 +304,19 @@ __device__ __forceinline__ void attend_tiles(Shared& shared, Loader& loader, int
       const float factor = row.softmax<Tr>(s, scale, margin);
       loader.weigh(tile, s);
       store_probabilities<Tr>(probabilities, s);
-      if (thread_index() % 32 < Tr::kWarpRows) shared.factor[group][lane_row<Tr>()] = factor;
+      if (lane_index() < Tr::kWarpRows) shared.factor[group][lane_row<Tr>()] = factor;
       sync_group();
     } else {
-      const int lane_row = thread_index() % 32 / 4;
+      const float* const factors = shared.factor[group] + lane_index() / 4;
 #pragma unroll
       for (int m = 0; m < Tr::kRows / 16; ++m) {
-        const float factor[2] = {shared.factor[group][m * 16 + lane_row],
-                                 shared.factor[group][m * 16 + lane_row + 8]};
+        const float factor[2] = {factors[m * 16], factors[m * 16 + 8]};
         if (__any_sync(~0u, (factor[0] != 1.f) | (factor[1] != 1.f))) {
 #pragma unroll
           for (int i = 0; i < Tr::kOutputs; ++i) o[m][i] *= factor[i / 2 % 2];
         }
       }
-      multiply_tiles<DType::kBF16, Tr::kKeys / 16>(
-          o, Operand<Side::kA, false, Tr::kRows>(probabilities, 0, 0),
-          Operand<Side::kB, true, Tr::kKeys, Tr::kOutputSlice>(
-              keys + Tr::kFirstValueBlock * (Tr::kKeys * 128), 0,
-              uniform(thread_index() / 32 % 4) * (Tr::kE / 4)));
+      multiply_tiles<DType::kBF16, Tr::kKeys / 16>(o, weights, values.moved(keys));
     }
   }
   sync_group();

@@ -58,29 +58,36 @@ class SplitLoader {
   static constexpr bool kUnpacks = kRecords;
 
   __device__ SplitLoader(const Decode& p, PortableShared<Tr, kRecords>& shared)
-      : p(p), shared(shared), page(KeyLocator(p, shared.current).page(lookup_row())) {}
-
-  // The number of tiles up to the last visible key.
-  __device__ int tile_count() const {
+      : p(p), shared(shared), page(KeyLocator(p, shared.current).page(lookup_row())) {
     const CurrentSplit& x = shared.current;
     const int keys = min(x.tiles * kTile, x.visible.high - x.first_key);
-    return x.tiles > 0 ? ceil_div(keys, kKeys) : 0;
+    tiles = x.tiles > 0 ? ceil_div(keys, kKeys) : 0;
+    first = (x.split.batch * p.batch_rows * p.groups + x.split.group) * kRowBytes;
   }
+
+  // The number of tiles up to the last visible key.
+  __device__ int tile_count() const { return tiles; }
 
   __device__ __forceinline__ void load() {
     const CurrentSplit& x = shared.current;
-    if (next < tile_count()) {
-      const KeyLocator keys(p, x);
-      const int own = next * kKeys + lookup_row(), found = keys.row(own, page);
-      page = keys.page(own + kKeys);
+    if (next < tiles) {
+      int found = 0;
+      if (p.page_table) {
+        const KeyLocator keys(p, x);
+        const int own = next * kKeys + lookup_row();
+        found = keys.row(own, page);
+        page = keys.page(own + kKeys);
+      }
       const int slot = next % Tr::kSlots;
-      const int64_t first = keys.rows_before * p.groups + x.split.group;
       const uint64_t policy = l2_policy_evict_first();
       mla::for_each_row<kKeys, Tr::kThreads>([&](int i, int row) {
-        const int cache_row = mla::looked_up(found, i);
+        const int key = x.first_key + next * kKeys + row;  // the row in a flat array
+        int cache_row = x.visible.low <= key && key < x.visible.high ? key : -1;
+        if (p.page_table) cache_row = mla::looked_up(found, i);
         const bool valid = cache_row >= 0;
-        const int64_t at = first + int64_t{max(cache_row, 0)} * p.groups;
-        const char* const k = static_cast<const char*>(p.k) + at * kRowBytes;
+        const int64_t at = first + uint64_t{static_cast<uint32_t>(max(cache_row, 0))} *
+                                       static_cast<uint32_t>(p.groups * kRowBytes);
+        const char* const k = static_cast<const char*>(p.k) + at;
         if constexpr (kRecords) {
           shared.records.copy(i, k, valid, policy);
           is_valid[i] = valid;
@@ -88,9 +95,10 @@ class SplitLoader {
           const uint32_t to = smem_address(shared.keys[slot]);
           mla::gather_row<kKeys, Tr::kBlocks>(to, row, k, valid, policy);
           if constexpr (Tr::kSeparateValues) {
-            mla::gather_row<kKeys, Tr::kValueBlocks>(
-                to + Tr::kBlocks * (kKeys * 128), row,
-                static_cast<const char*>(p.v) + at * (Tr::kE * 2), valid, policy);
+            static_assert(Tr::kE == Tr::kD);
+            mla::gather_row<kKeys, Tr::kValueBlocks>(to + Tr::kBlocks * (kKeys * 128), row,
+                                                     static_cast<const char*>(p.v) + at, valid,
+                                                     policy);
           }
           if (threadIdx.x % 8 == 0) shared.valid[slot][row] = valid ? kVisible : 0;
         }
@@ -165,8 +173,9 @@ class SplitLoader {
 
   const Decode& p;
   PortableShared<Tr, kRecords>& shared;
-  int next = 0;
-  int page;  // of the row of the next tile that this lane looks up
+  int tiles, next = 0;
+  int page;       // of the row of the next tile that this lane looks up
+  int64_t first;  // where the request's rows begin, in bytes
   // Whether the rows of the last loaded records are valid.
   bool is_valid[ceil_div(kKeys, Tr::kThreads / 8)];
 };

@@ -229,7 +229,8 @@ __global__ void __launch_bounds__(Tr::kThreads, 1)
       const int group = warp / 4;
       float s[Scores::kLaneKeys], dp[Scores::kLaneKeys];
       if (scores_here) {
-        mla::multiply_scores<Scores>(q, keys, group, shared.scores[0][group]);
+        const mla::ScoreOperands<Scores> x(q, keys, group);
+        mla::multiply_scores<Scores>(x.q, x.keys, shared.scores[0][group]);
       }
       if constexpr (Tr::kShares) {
         __syncthreads();
@@ -240,7 +241,8 @@ __global__ void __launch_bounds__(Tr::kThreads, 1)
       }
       float (&of_dp)[Tr::kGroups][Tr::kGroupScores] = shared.scores[Tr::kShares ? 0 : 1];
       if (scores_here) {
-        mla::multiply_scores<typename Tr::Values>(dout, keys, group, of_dp[group]);
+        const mla::ScoreOperands<typename Tr::Values> x(dout, keys, group);
+        mla::multiply_scores<typename Tr::Values>(x.q, x.keys, of_dp[group]);
       }
       __syncthreads();
       if (scores_here) {
