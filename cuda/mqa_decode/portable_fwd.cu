@@ -9,7 +9,7 @@ namespace {
 using namespace mqa_decode;
 
 // The tile sizes by the number of rows: rows per group, groups, keys, keys per warp, slots and CTAs
-// per SM.
+// per SM. Records leave no room for the scores of four parts of the columns.
 template <int kD, bool kRecords = false>
 cudaError_t launch_latent(const TunedParams& p, const Device& device, cudaStream_t stream) {
   using Least = mla::PortableTraits<kD, 32, 1, 16, 16, 2, 2>;
@@ -19,7 +19,7 @@ cudaError_t launch_latent(const TunedParams& p, const Device& device, cudaStream
                                                                                        stream);
   }
   if (rows <= 32) return launch_first<kRecords, Least>(p, device, stream);
-  return launch_first<kRecords, mla::PortableTraits<kD, 32, 2, 32, 16, 3, 1>,
+  return launch_first<kRecords, mla::PortableTraits<kD, 32, 2, 32, kRecords ? 16 : 32, 3, 1>,
                       mla::PortableTraits<kD, 32, 2, 16, 16, 3, 1>, Least>(p, device, stream);
 }
 

@@ -6,7 +6,7 @@
 // then follow the keys in a slot. tiles.cuh says which keys a query sees and what happens to values
 // that are not finite. Results of splits are combined by combine.cu.
 //
-// Shared memory for D = 576, 64 rows and 32 keys: Q 72 KiB, keys 3 x 36 KiB, scores 16 KiB,
+// Shared memory for D = 576, 64 rows and 32 keys: Q 72 KiB, keys 3 x 36 KiB, scores 32 KiB,
 // probabilities 8 KiB. For D = E = 128, 32 rows and 64 keys: Q 8 KiB, keys and values 2 x 32 KiB,
 // scores 8 KiB, probabilities 4 KiB.
 #pragma once

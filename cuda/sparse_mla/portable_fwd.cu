@@ -21,7 +21,7 @@ cudaError_t launch_first(const Decode& p, const Device& device, cudaStream_t str
 }
 
 // The tile sizes by the number of heads: heads per group, groups, keys, keys per warp, slots and
-// CTAs per SM.
+// CTAs per SM. Records leave no room for the scores of four parts of the columns.
 template <int kD, bool kRecords>
 cudaError_t launch_heads(const Decode& p, const Device& device, cudaStream_t stream) {
   using Least = mla::PortableTraits<kD, 32, 1, 16, 16, 2, 2>;
@@ -31,7 +31,7 @@ cudaError_t launch_heads(const Decode& p, const Device& device, cudaStream_t str
                                                                                        stream);
   }
   if (heads <= 32) return launch_first<kRecords, Least>(p, device, stream);
-  return launch_first<kRecords, mla::PortableTraits<kD, 32, 2, 32, 16, 3, 1>,
+  return launch_first<kRecords, mla::PortableTraits<kD, 32, 2, 32, kRecords ? 16 : 32, 3, 1>,
                       mla::PortableTraits<kD, 32, 2, 16, 16, 3, 1>, Least>(p, device, stream);
 }
 

@@ -11,7 +11,7 @@
 //
 // Results of several splits are combined by combine.cu.
 //
-// Shared memory for D = 576, 64 heads and 32 keys: Q 72 KiB, keys 3 x 36 KiB, scores 16 KiB,
+// Shared memory for D = 576, 64 heads and 32 keys: Q 72 KiB, keys 3 x 36 KiB, scores 32 KiB,
 // probabilities 8 KiB.
 #pragma once
 
