@@ -267,13 +267,15 @@ __device__ void consume(const MaskedAttentionBwdParams& p, const BwdWorkspace& w
       }
     }
     if constexpr (Tr::kSerialProducts) {
+      // The reductions overlap with the product for dV.
       wgmma_fence();
-      add_to_dv();
       multiply_keys(std::integral_constant<int, 64>(), 2, warpgroup * 64);
+      add_to_dv();
       if (p.deterministic)
         wait_for_earlier_adds(w, shared, stage.step, 2, 2 * stage.earlier_adds + warpgroup);
-      wgmma_wait<0>();
+      wgmma_wait<1>();
       add_dq_slice(2);
+      end_block();
     }
     wgmma_fence();
     multiply_keys(std::integral_constant<int, Tr::kKeys>(), warpgroup, 0);
