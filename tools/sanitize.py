@@ -43,7 +43,8 @@ EXPLANATIONS = {
     frozenset(["common/copy.cuh:cp_async_16", "common/copy.cuh:load_matrix_x4"]): "load_matrix",
     frozenset(
         [
-            *("common/copy.cuh:cp_async_16_alone", "common/copy.cuh:load_shared_16"),
+            *("common/copy.cuh:cp_async_16_alone", "common/copy.cuh:cp_async_8"),
+            *("common/copy.cuh:load_shared_16", "common/copy.cuh:load_shared_byte"),
             "common/copy.cuh:store_shared_16",
         ]
     ): "in_place",

@@ -51,7 +51,13 @@ __device__ __forceinline__ void cp_async_16(uint32_t to, const void* from, bool 
                : "memory");
 }
 
-// Copies 4 bytes in the same way.
+// Copies 8 or 4 bytes in the same way.
+__device__ __forceinline__ void cp_async_8(uint32_t to, const void* from, bool valid) {
+  asm volatile("cp.async.ca.shared.global [%0], [%1], 8, %2;" ::"r"(to), "l"(from),
+               "r"(valid ? 8 : 0)
+               : "memory");
+}
+
 __device__ __forceinline__ void cp_async_4(uint32_t to, const void* from, bool valid) {
   asm volatile("cp.async.ca.shared.global [%0], [%1], 4, %2;" ::"r"(to), "l"(from),
                "r"(valid ? 4 : 0)
@@ -240,6 +246,12 @@ __device__ __forceinline__ void load_shared_16(uint32_t from, uint32_t (&x)[4]) 
                : "=r"(x[0]), "=r"(x[1]), "=r"(x[2]), "=r"(x[3])
                : "r"(from)
                : "memory");
+}
+
+__device__ __forceinline__ uint32_t load_shared_byte(uint32_t from) {
+  uint32_t x;
+  asm volatile("ld.shared.u8 %0, [%1];" : "=r"(x) : "r"(from) : "memory");
+  return x;
 }
 
 __device__ __forceinline__ void store_shared_16(uint32_t to, const uint32_t (&x)[4]) {

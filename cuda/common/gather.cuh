@@ -34,29 +34,30 @@ struct Slots {
 };
 
 // Returns how many tiles of the first `length` slots there are, up to the last tile with a valid
-// slot. All lanes of a warp must call it. index(first, row) returns the index for row `row` of the
-// tile that starts at slot `first`; it is also called for slots beyond the end. The search begins
-// at the end, because most lists are full.
-template <typename Index>
-__device__ __forceinline__ int count_tiles(const Slots& slots, int length, int lane, Index index) {
+// slot. All lanes of a warp must call it. index(tile, row) returns the index for row `row` of a
+// tile, and is_valid(tile, index) says whether it is valid; both are also called for tiles beyond
+// the end. The search begins at the end, because most lists are full.
+template <typename Index, typename IsValid>
+__device__ __forceinline__ int count_tiles(int length, int lane, Index index, IsValid is_valid) {
   constexpr int kStep = 256;
   for (int base = (length - 1) / kStep * kStep; length > 0 && base >= 0; base -= kStep) {
     int found[kStep / 32], last = -1;
 #pragma unroll
     for (int i = 0; i < kStep / 32; ++i) {
-      found[i] = index(base + i / 2 * kTile, i % 2 * 32 + lane);
+      found[i] = index(base / kTile + i / 2, i % 2 * 32 + lane);
     }
 #pragma unroll
     for (int i = 0; i < kStep / 32; ++i) {
-      if (__any_sync(~0u, slots.is_valid(found[i]))) last = i;
+      if (__any_sync(~0u, is_valid(base / kTile + i / 2, found[i]))) last = i;
     }
     if (last >= 0) return (base + 32 * last) / kTile + 1;
   }
   return 0;
 }
 __device__ __forceinline__ int count_tiles(const Slots& slots, int lane) {
-  return count_tiles(slots, slots.length, lane,
-                     [&](int first, int row) { return slots.index(first + row); });
+  return count_tiles(
+      slots.length, lane, [&](int tile, int row) { return slots.index(tile * kTile + row); },
+      [&](int, int index) { return slots.is_valid(index); });
 }
 
 // Which rows of a tile are valid: bit r % 8 of byte r / 8.

@@ -27,10 +27,12 @@
 // value columns first, then the other half with the ninth block.
 #pragma once
 
+#include <type_traits>
+
 #include "common/limits.h"
 #include "common/wgmma.cuh"
+#include "mla/page_record_tiles.cuh"
 #include "mla/plan.cuh"
-#include "mla/record_tiles.cuh"
 #include "mla/rows.cuh"
 
 namespace jax_dsa::mla {
@@ -44,6 +46,7 @@ namespace jax_dsa::mla {
 //   write_results<kSide>(work, work_index, o, rows, staging)
 template <int kD, int kSide, typename Work, typename Notes>
 __device__ void consume(const Work& work, Shared<kD, Notes>& shared) {
+  using Records = std::conditional_t<kD == 576, RecordsInPlace, PageRecordsInPlace>;
   const int lane = threadIdx.x % 32, warp = threadIdx.x / 32 % 4;
   const int row = warp * 16 + lane / 4;
   const int work_tiles = work_tile_count(work);
@@ -64,7 +67,7 @@ __device__ void consume(const Work& work, Shared<kD, Notes>& shared) {
   Rows rows = {{-INFINITY, -INFINITY}, {0.f, 0.f}, {0.f, 0.f}};
   uint32_t q_parity = 0, key_parity = 0, peer_parity = 0;
   int previous = -1;  // the work tile whose results are in `o` and `rows`
-  const uint32_t offsets = Notes::kRecords ? RecordsInPlace::unpack_offsets() : 0;
+  const uint32_t offsets = Notes::kRecords ? Records::unpack_offsets() : 0;
 
   const auto arrive = [&](uint64_t* barrier) {
     __syncwarp();
@@ -207,7 +210,7 @@ __device__ void consume(const Work& work, Shared<kD, Notes>& shared) {
           // for the instruction cache.
 #pragma unroll 1
           for (int i = 0; i <= odd; ++i) {
-            unpack_half<0>(shared, i, i == 0 ? key_parity : peer_parity, offsets);
+            unpack_half<Records, 0>(shared, i, i == 0 ? key_parity : peer_parity, offsets);
             if (i == 0) start_scores(odd);
           }
           if (odd) {
@@ -237,7 +240,7 @@ __device__ void consume(const Work& work, Shared<kD, Notes>& shared) {
         if constexpr (Notes::kRecords) {
 #pragma unroll 1
           for (int i = 0; i < 2; ++i) {
-            unpack_half<1>(shared, i, i == 0 ? peer_parity : key_parity, offsets);
+            unpack_half<Records, 1>(shared, i, i == 0 ? peer_parity : key_parity, offsets);
             if (i == 0) named_barrier_arrive<256>(kEvenUnpacked);
           }
           peer_parity ^= 1;
@@ -259,7 +262,7 @@ __device__ void consume(const Work& work, Shared<kD, Notes>& shared) {
       }
       if (tiles % 2 == 1) {
         if constexpr (Notes::kRecords) {
-          unpack_half<1>(shared, 0, peer_parity, offsets);
+          unpack_half<Records, 1>(shared, 0, peer_parity, offsets);
           peer_parity ^= 1;
           named_barrier_arrive<256>(kEvenUnpacked);
         }

@@ -29,6 +29,14 @@ enum NamedBarrier {
   kOddUnpacked,
 };
 
+// A key in global memory, or none. Only page records have `scales`, their distance from the key.
+struct KeySource {
+  const char* at = nullptr;
+  int64_t scales = 0;
+
+  __device__ bool exists() const { return at != nullptr; }
+};
+
 // What the producer tells the consumers about a work tile.
 struct ProducerNotes {
   static constexpr bool kRecords = false;  // whether keys come as FP8 records

@@ -100,6 +100,12 @@ struct UnpackedRows {
 
 // ---- unpacking in place ------------------------------------------------------------------------
 
+// Returns the address that the lane `from` of each eight holds.
+__device__ __forceinline__ const char* shuffled(const char* address, int from) {
+  return reinterpret_cast<const char*>(
+      __shfl_sync(~0u, reinterpret_cast<uintptr_t>(address), from, 8));
+}
+
 // Copies records to shared memory and unpacks them where they arrive, so that no register waits for
 // a copy in flight. The MMA warpgroups (consumer.cuh) do the unpacking, each of them half of every
 // tile. Codes arrive in four of the first eight blocks, 128 codes per row and block, scales in
@@ -120,11 +126,9 @@ class RecordsInPlace {
   __device__ explicit RecordsInPlace(const uint8_t* keys_of_tiles)
       : keys(smem_address(keys_of_tiles)) {}
 
-  // Copies this lane's chunks of one half of a tile. Lane 8 * sub + i, i < 4, holds the `row` of
-  // the warp's Gather::row(i, sub), or -1 for none. The record lies at record(row). The lane copies
-  // chunk i of rows sub and sub + 4.
-  template <typename Record>
-  __device__ __forceinline__ void copy(int parity, int half, int row, Record record,
+  // Copies this lane's chunks of one half of a tile. Lane 8 * sub + i, i < 4, holds the record of
+  // the warp's Gather::row(i, sub). The lane copies chunk i of rows sub and sub + 4.
+  __device__ __forceinline__ void copy(int parity, int half, KeySource record,
                                        uint64_t policy) const {
     const int lane = thread_index() % 32;
     const uint32_t tile = keys + parity * kTileBytes, to = tile + half * kHalfBytes;
@@ -132,26 +136,26 @@ class RecordsInPlace {
                                chunk_offset(lane / 8 + 4, lane % 8)};
 #pragma unroll
     for (int i = 0; i < 2; ++i) {
-      const int cache_row = __shfl_sync(~0u, row, half * 2 + i, 8);
-      const char* const from = record(max(cache_row, 0)) + lane % 8 * 16;
+      const char* const from = shuffled(record.at, half * 2 + i);
       const uint32_t at = whole_sum(to + 4 * kBlockBytes, chunk[i]);
 #pragma unroll
       for (int j = 0; j < 4; ++j) {
-        cp_async_16_alone(at + j * kBlockBytes, from + j * 128, cache_row >= 0, policy);
+        cp_async_16_alone(at + j * kBlockBytes, from + lane % 8 * 16 + j * 128, from != nullptr,
+                          policy);
       }
     }
     // Where there is no record, codes and scales become zeros.
     if (lane % 8 / 2 == half) {
-      cp_async_16_alone(whole_sum(to, chunk_offset(lane / 8 + lane % 2 * 4, 0)),
-                        record(max(row, 0)) + 512, row >= 0, policy);
+      cp_async_16_alone(whole_sum(to, chunk_offset(lane / 8 + lane % 2 * 4, 0)), record.at + 512,
+                        record.exists(), policy);
     }
     if (half == 0) return;
     // The ninth block is freed with the second half.
 #pragma unroll
     for (int i = 0; i < 4; ++i) {
-      const int cache_row = __shfl_sync(~0u, row, i, 8);
+      const char* const from = shuffled(record.at, i);
       cp_async_16_alone(whole_sum(tile, chunk[i % 2]) + 8 * kBlockBytes + i / 2 * kHalfBytes,
-                        record(max(cache_row, 0)) + 528 + lane % 8 * 16, cache_row >= 0, policy);
+                        from + 528 + lane % 8 * 16, from != nullptr, policy);
     }
   }
 
@@ -169,8 +173,17 @@ class RecordsInPlace {
     return opaque(codes | values << 16);
   }
 
+  // Unpacks half of a tile.
+  __device__ __forceinline__ void unpack(int parity, int half, uint32_t offsets) const {
+#pragma unroll 1
+    for (int first = half * 32; first < half * 32 + 32; first += 16) {
+      unpack_rows(parity, first, offsets);
+    }
+  }
+
+ private:
   // Unpacks the warpgroup's 16 rows that start at `first`.
-  __device__ __forceinline__ void unpack(int parity, int first, uint32_t offsets) const {
+  __device__ __forceinline__ void unpack_rows(int parity, int first, uint32_t offsets) const {
     const uint32_t thread = thread_index(), chunk = thread % 4;
     const uint32_t tile = keys + parity * kTileBytes + first * 128;
     const uint32_t codes = tile + offsets % 65536, values = tile + offsets / 65536;
@@ -219,15 +232,12 @@ class RecordsInPlace {
 };
 
 // Waits for warpgroup kSide's half of a tile and unpacks it.
-template <int kSide, typename Shared>
+template <typename Records, int kSide, typename Shared>
 __device__ __forceinline__ void unpack_half(Shared& shared, int parity, uint32_t phase,
                                             uint32_t offsets) {
-  const RecordsInPlace records(shared.keys[0][0]);
+  const Records records(shared.keys[0][0]);
   mbarrier_wait(&shared.key_full[parity][kSide], phase);
-#pragma unroll 1
-  for (int first = kSide * 32; first < kSide * 32 + 32; first += 16) {
-    records.unpack(parity, first, offsets);
-  }
+  records.unpack(parity, kSide, offsets);
   fence_async_proxy();  // makes ordinary stores visible to wgmma
 }
 

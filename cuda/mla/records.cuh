@@ -26,6 +26,20 @@ __device__ __forceinline__ uint32_t scale_factor(float scale) {
   return factor | factor >> 16;
 }
 
+// Returns the scale that a byte of a page record stands for.
+__device__ __forceinline__ float page_record_scale(uint32_t byte) {
+  const uint32_t bits = byte == 0 ? 1u << 22 : byte == 255 ? 0x7fc00000u : byte << 23;
+  return __uint_as_float(bits);
+}
+
+// Whether the scale is in the range of the fast path, which is 2^-126 .. 2^7.
+__device__ __forceinline__ bool is_fast_page_record_scale(uint32_t byte) { return byte - 1 < 134; }
+
+// Returns 2^120 times such a scale in bf16, twice.
+__device__ __forceinline__ uint32_t page_record_factor(uint32_t byte) {
+  return byte * 0x00800080u + 120 * 0x00800080u;
+}
+
 // Factors that turn sums and shifts into multiplications. The assembler emits multiplications only
 // if it does not know the factors. Multiplications have a pipe of their own, while integer sums,
 // shifts and logic share the pipe that limits unpacking.

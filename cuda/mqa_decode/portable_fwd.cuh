@@ -89,7 +89,7 @@ class SplitLoader {
                                        static_cast<uint32_t>(p.groups * kRowBytes);
         const char* const k = static_cast<const char*>(p.k) + at;
         if constexpr (kRecords) {
-          shared.records.copy(i, k, valid, policy);
+          shared.records.copy(i, {valid ? k : nullptr}, policy);
           is_valid[i] = valid;
         } else {
           const uint32_t to = smem_address(shared.keys[slot]);

@@ -5,10 +5,10 @@
 // split processes every n-th tile of the selected keys. combine.cu combines the splits.
 //
 // The MMA warpgroups are the forward kernel's (mla/consumer.cuh), with the same tiles, shared
-// memory and barriers. Two things differ. Keys may come through a page table, as FP8 records, or
-// both; the records are unpacked to bf16 in shared memory (decode_producer.cuh). Results go to
-// `out` if there is one split, and otherwise as float32 to `partial`. A split without a valid slot
-// writes only its maximum of -inf and its sum of 0 there.
+// memory and barriers. Two things differ. Keys may come from two caches, through page tables, and
+// as FP8 records; the records are unpacked to bf16 in shared memory (decode_producer.cuh). Results
+// go to `out` if there is one split, and otherwise as float32 to `partial`. A split without a valid
+// slot writes only its maximum of -inf and its sum of 0 there.
 #pragma once
 
 #include "common/limits.h"

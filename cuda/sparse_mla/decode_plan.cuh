@@ -8,18 +8,31 @@
 
 namespace jax_dsa::sparse_mla {
 
-// The parameters, and what the launcher derives from them: for any index >= 0, index / page_size is
-// index * page_factor >> page_shift.
-struct Decode : SparseMlaDecodeParams {
-  uint32_t page_factor;
-  int page_shift;
+// A list of slots of each query, and the cache from which they select keys. For any index >= 0,
+// index / page_size is index * page_factor >> page_shift.
+struct KeyList : SparseMlaExtraKeys {
+  uint32_t page_factor = 0;
+  int page_shift = 31;
 
-  explicit Decode(const SparseMlaDecodeParams& p) : SparseMlaDecodeParams(p) {
-    page_shift = 31;
-    while (int64_t{1} << (page_shift - 31) < p.page_size) ++page_shift;
-    page_factor =
-        static_cast<uint32_t>(p.page_size > 0 ? (uint64_t{1} << page_shift) / p.page_size + 1 : 0);
+  explicit KeyList(const SparseMlaExtraKeys& keys) : SparseMlaExtraKeys(keys) {
+    while (int64_t{1} << (page_shift - 31) < page_size) ++page_shift;
+    if (page_size > 0) {
+      page_factor = static_cast<uint32_t>((uint64_t{1} << page_shift) / page_size + 1);
+    }
   }
+};
+
+// The parameters, and what the launcher derives from them.
+struct Decode : SparseMlaDecodeParams {
+  KeyList lists[2];
+  int first_tiles;  // key tiles of the first list; later ones have keys of the second list
+
+  explicit Decode(const SparseMlaDecodeParams& p)
+      : SparseMlaDecodeParams(p),
+        lists{KeyList({p.kv, p.indices, p.ends, p.topk_length, p.page_table, p.keys, p.batch_rows,
+                       p.slots, p.pages, p.page_size, p.page_slots}),
+              KeyList(p.extra)},
+        first_tiles(p.extra.slots > 0 ? ceil_div(p.slots, kTile) : INT32_MAX) {}
 };
 
 // The same for several splits per work tile.
@@ -78,10 +91,20 @@ inline constexpr int kCombineCtas = 8;
 // Launches the kernel that combines the splits of a work tile (combine.cu).
 cudaError_t launch_combine(const Decode& p, cudaStream_t stream);
 
+// Returns whether the decode kernels accept a cache.
+inline bool is_valid(const KeyList& x, bool page_records, int groups) {
+  if (x.page_table == nullptr) return !page_records;
+  // The values of page records are copied 16 bytes at a time.
+  if (page_records && int64_t{x.page_size} * groups * kMlaPageRecordBytes % 16 != 0) return false;
+  return x.page_size > 0 && x.pages >= 0 && x.page_slots >= 0 &&
+         int64_t{x.pages} * x.page_size <= INT32_MAX &&
+         x.keys == int64_t{x.page_slots} * x.page_size;
+}
+
 // Returns whether the decode kernels accept the parameters.
-inline bool is_valid(const SparseMlaDecodeParams& p) {
+inline bool is_valid(const Decode& p) {
   if (p.groups <= 0 || p.heads % p.groups != 0 || !(p.scale > 0.f)) return false;
-  if (p.dim != 576 && (p.dim != 512 || p.records)) return false;
+  if (p.dim != 576 && p.dim != 512) return false;
   if (p.splits < 1 || p.splits > kSparseMlaMaxSplits) return false;
   if (p.splits > 1) {
     if (p.partial == nullptr || p.partial_rows == nullptr) return false;
@@ -89,11 +112,11 @@ inline bool is_valid(const SparseMlaDecodeParams& p) {
     if (work_tiles * row_strips(p) * kCombineCtas > INT32_MAX) return false;
   }
   // Slot numbers are computed a few tiles past a row's end.
-  if (p.slots > INT32_MAX - 8 * kTile * kSparseMlaMaxSplits) return false;
-  if (p.page_table == nullptr) return true;
-  return p.page_size > 0 && p.pages >= 0 && p.page_slots >= 0 &&
-         int64_t{p.pages} * p.page_size <= INT32_MAX &&
-         p.keys == int64_t{p.page_slots} * p.page_size;
+  constexpr int kMaxSlots = INT32_MAX - 8 * kTile * kSparseMlaMaxSplits;
+  if (sparse_mla_decode_slots(p.slots, p.extra.slots) > kMaxSlots) return false;
+  const bool page_records = p.records && p.dim == 512;
+  return is_valid(p.lists[0], page_records, p.groups) &&
+         (p.extra.slots == 0 || is_valid(p.lists[1], page_records, p.groups));
 }
 
 }  // namespace jax_dsa::sparse_mla

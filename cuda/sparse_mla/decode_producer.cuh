@@ -1,10 +1,12 @@
 // The producer warpgroup of the sparse MLA decode kernel: it finds and gathers Q and the selected
-// keys, from a flat or paged cache of bf16 keys or of FP8 records. See decode.cuh.
+// keys, from flat or paged caches of bf16 keys or of FP8 records. See decode.cuh.
 #pragma once
 
+#include <type_traits>
+
 #include "common/ptx.cuh"
+#include "mla/page_record_tiles.cuh"
 #include "mla/producer.cuh"
-#include "mla/record_tiles.cuh"
 #include "sparse_mla/decode_plan.cuh"
 #include "sparse_mla/fwd_producer.cuh"
 #include "sparse_mla/selected_keys.cuh"
@@ -13,16 +15,16 @@ namespace jax_dsa::sparse_mla {
 
 template <int kD, bool kRecords>
 __device__ void produce(const Decode& p, DecodeShared<kD, kRecords>& shared) {
-  constexpr int kRowBytes = kRecords ? kMlaRecordBytes : kD * 2;
+  using Format = KeyFormat<kD, kRecords>;
+  using Records = std::conditional_t<kD == 576, mla::RecordsInPlace, mla::PageRecordsInPlace>;
   const int lane = threadIdx.x % 32, warp = threadIdx.x / 32 % 4;
   const int chunk = lane % 8, sub = lane / 8;
   const uint64_t keep = l2_policy_evict_last();
   const int work_tiles = work_tile_count(p);
   const int slot = Gather::row(warp, lane % 4, sub);  // the row of a tile whose index this lane
                                                       // reads
-  const uint32_t stride = p.groups * kRowBytes;
   Gather gather(warp, sub, chunk);
-  const mla::RecordsInPlace records(shared.keys[0][0]);
+  const Records records(shared.keys[0][0]);
   uint32_t q_parity = 0;
   uint32_t phases = 0;  // one bit per tile parity
 
@@ -31,33 +33,39 @@ __device__ void produce(const Decode& p, DecodeShared<kD, kRecords>& shared) {
     const WorkSplit split(p, work_index);
     const WorkTile work_tile(p, split.work_tile);
     const SelectedKeys selected(p, work_tile.token, work_tile.batch, work_tile.group, split.index);
-    const int first = selected.index(p, 0, slot), second = selected.index(p, kTile, slot);
-    int index = selected.index(p, 2 * kTile, slot);
+    const int first = selected.index(p, 0, slot), second = selected.index(p, 1, slot);
+    int index = selected.index(p, 2, slot);
     const int tiles = selected.tiles(p, lane);
-    SelectedKeys::Location location = selected.location(p, first);
+    SelectedKeys::Location location = selected.location(p, 0, first);
 
     mla::begin_work_tile(shared, q_parity, tiles, [&] {
       gather_queries(p, work_tile, gather, sub, chunk, shared, l2_policy_evict_first());
     });
 
-    const char* kv = static_cast<const char*>(p.kv) + work_tile.group * kRowBytes +
-                     work_tile.batch * p.batch_rows * stride;
-    const auto at = [&](int row) { return kv + uint64_t{static_cast<uint32_t>(row)} * stride; };
-    int row = -1;  // cache row of this lane's slot of the current tile
-    int next = selected.cache_row(p, location);  // the same for the next tile; `location` and
-                                                 // `index` are one and two tiles further on
-    location = selected.location(p, second);
+    const auto find = [&](int tile) {
+      return selected.template key<kD, kRecords>(p, tile, location);
+    };
+    mla::KeySource key;             // of this lane's slot of the current tile
+    mla::KeySource next = find(0);  // the same for the next tile; `location` and `index` are one
+                                    // and two tiles further on
+    location = selected.location(p, 1, second);
     const auto advance = [&](int tile) {
-      row = next;
-      next = selected.cache_row(p, location);
-      location = selected.location(p, index);
-      index = selected.index(p, (tile + 3) * kTile, slot);
+      key = next;
+      next = find(tile + 1);
+      location = selected.location(p, tile + 2, index);
+      index = selected.index(p, tile + 3, slot);
       // Little time passes between the release of a record buffer and the use of its next records,
       // so fetch these from memory to the L2 beforehand.
-      if (kRecords && chunk < 4 && next >= 0) prefetch_l2(at(next), kRowBytes);
+      if (kRecords && next.exists()) {
+        if (chunk < 4) {
+          prefetch_l2(next.at, Format::kKeyBytes);
+        } else if (Format::kPageRecords) {
+          prefetch_line_l2(next.at + next.scales);
+        }
+      }
     };
     const auto publish = [&](int parity) {
-      const uint32_t bits = Gather::bits(row);
+      const uint32_t bits = Gather::bits(key.exists() ? 0 : -1);
       if (lane == 0) {
         shared.valid[parity].set(warp, bits);
         mbarrier_arrive(&shared.key_full[parity][0]);
@@ -71,9 +79,9 @@ __device__ void produce(const Decode& p, DecodeShared<kD, kRecords>& shared) {
         advance(tile);
 #pragma unroll
         for (int i = 0; i < 4; ++i) {
-          const int cache_row = __shfl_sync(~0u, row, i, 8);
-          gather.valid[i] = cache_row >= 0;
-          gather.from[i] = at(max(cache_row, 0)) + chunk * 16;
+          const char* const from = mla::shuffled(key.at, i);
+          gather.valid[i] = from != nullptr;
+          gather.from[i] = from + chunk * 16;
         }
         mbarrier_wait(&shared.key_free[kParity][0], free);
         publish(kParity);
@@ -92,7 +100,7 @@ __device__ void produce(const Decode& p, DecodeShared<kD, kRecords>& shared) {
         for (int half = 0; half < 2; ++half) {
           mbarrier_wait(&shared.key_free[parity][half], free);
           if (half == 0) publish(parity);
-          records.copy(parity, half, row, at, keep);
+          records.copy(parity, half, key, keep);
           cp_async_arrive(&shared.key_full[parity][half]);
         }
       };

@@ -40,11 +40,14 @@ cudaError_t launch_heads(const Decode& p, const Device& device, cudaStream_t str
 cudaError_t launch_sparse_mla_decode(const SparseMlaDecodeParams& params, const Device& device,
                                      cudaStream_t stream) {
   if (params.batch == 0 || params.queries == 0 || params.heads == 0) return cudaSuccess;
-  if (!is_valid(params)) return cudaErrorInvalidValue;
   const Decode p(params);
-  if (p.records) return launch_heads<576, true>(p, device, stream);
-  return p.dim == 576 ? launch_heads<576, false>(p, device, stream)
-                      : launch_heads<512, false>(p, device, stream);
+  if (!is_valid(p)) return cudaErrorInvalidValue;
+  if (p.dim == 576) {
+    return p.records ? launch_heads<576, true>(p, device, stream)
+                     : launch_heads<576, false>(p, device, stream);
+  }
+  return p.records ? launch_heads<512, true>(p, device, stream)
+                   : launch_heads<512, false>(p, device, stream);
 }
 
 // The keys of the forward pass are a flat cache.

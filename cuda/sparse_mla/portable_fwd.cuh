@@ -71,11 +71,9 @@ class KeyLoader {
       : p(p),
         shared(shared),
         selected(p, work.token, work.batch, work.group, work.split),
-        tiles(selected.tiles(p, threadIdx.x % 32) * (kTile / Tr::kKeys)),
-        kv(static_cast<const char*>(p.kv) + work.group * kRowBytes +
-           work.batch * p.batch_rows * p.groups * kRowBytes) {
+        tiles(selected.tiles(p, threadIdx.x % 32) * kPerTile) {
     mla::for_each_row<Tr::kKeys, Tr::kThreads>([&](int i, int row) {
-      location[i] = selected.location(p, slot_index(0, row));
+      location[i] = selected.location(p, 0, slot_index(0, row));
       index[i] = slot_index(1, row);
     });
   }
@@ -87,19 +85,18 @@ class KeyLoader {
     if (next < tiles) {
       const uint64_t keep = l2_policy_evict_last();
       mla::for_each_row<Tr::kKeys, Tr::kThreads>([&](int i, int row) {
-        const int cache_row = selected.cache_row(p, location[i]);
-        location[i] = selected.location(p, index[i]);
+        const mla::KeySource key =
+            selected.template key<Tr::kD, kRecords>(p, next / kPerTile, location[i]);
+        location[i] = selected.location(p, (next + 1) / kPerTile, index[i]);
         index[i] = slot_index(next + 2, row);
-        const char* const from = kv + uint64_t{static_cast<uint32_t>(max(cache_row, 0))} *
-                                          static_cast<uint32_t>(p.groups * kRowBytes);
         if constexpr (kRecords) {
-          shared.records.copy(i, from, cache_row >= 0, keep);
-          is_valid[i] = cache_row >= 0;
+          shared.records.copy(i, key, keep);
+          is_valid[i] = key.exists();
         } else {
           const int slot = next % Tr::kSlots;
-          mla::gather_row<Tr::kKeys, Tr::kBlocks>(smem_address(shared.keys[slot]), row, from,
-                                                  cache_row >= 0, keep);
-          if (threadIdx.x % 8 == 0) shared.valid[slot][row] = cache_row >= 0;
+          mla::gather_row<Tr::kKeys, Tr::kBlocks>(smem_address(shared.keys[slot]), row, key.at,
+                                                  key.exists(), keep);
+          if (threadIdx.x % 8 == 0) shared.valid[slot][row] = key.exists();
         }
       });
       ++next;
@@ -121,18 +118,16 @@ class KeyLoader {
   __device__ __forceinline__ void weigh(int, float (&)[Tr::kLaneKeys]) const {}
 
  private:
-  static constexpr int kRowBytes = kRecords ? kMlaRecordBytes : Tr::kD * 2;
+  static constexpr int kPerTile = kTile / Tr::kKeys;
 
   __device__ int slot_index(int tile, int row) const {
-    constexpr int kPerTile = kTile / Tr::kKeys;
-    return selected.index(p, tile / kPerTile * kTile, tile % kPerTile * Tr::kKeys + row);
+    return selected.index(p, tile / kPerTile, tile % kPerTile * Tr::kKeys + row);
   }
 
   const Decode& p;
   PortableShared<Tr, kRecords>& shared;
   SelectedKeys selected;
   int tiles, next = 0;
-  const char* kv;
   // Of the rows of the next tile, and of the one after it.
   SelectedKeys::Location location[kCopies];
   int index[kCopies];
@@ -201,7 +196,6 @@ __device__ __forceinline__ void write_portable_results(const Decode& p,
 template <typename Tr, bool kRecords>
 __global__ void __launch_bounds__(Tr::kThreads, Tr::kCtas)
     portable_fwd_kernel(const __grid_constant__ Decode p) {
-  static_assert(!kRecords || Tr::kD == 576);
   auto& shared = dynamic_shared<PortableShared<Tr, kRecords>>();
   launch_dependents();
   const int group = mla::group_index();

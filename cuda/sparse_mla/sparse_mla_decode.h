@@ -1,5 +1,5 @@
-// Sparse MLA of a few queries over a cache, which is flat or paged and holds bf16 keys or FP8
-// records. The slots of each query are divided among several CTAs.
+// Sparse MLA of a few queries over one or two caches. Each is flat or paged and holds bf16 keys or
+// FP8 records. The slots of each query are divided among several CTAs.
 #pragma once
 
 #include "sparse_mla/sparse_mla.h"
@@ -8,9 +8,27 @@ namespace jax_dsa {
 
 inline constexpr int kSparseMlaMaxSplits = 64;
 
+// A second cache, from which each query has a list of slots of its own. The fields mean what those
+// of SparseMlaDecodeParams mean. Both caches have the same groups, and both have records or not.
+struct SparseMlaExtraKeys {
+  const void* kv;
+  const int32_t* indices;  // [batch, queries, groups, slots]
+  const int32_t* ends;
+  const int32_t* topk_length;
+  const int32_t* page_table;
+  int64_t keys;
+  int64_t batch_rows;
+  int slots;  // 0: there is no second cache
+  int pages;
+  int page_size;
+  int page_slots;
+};
+
 // As in the forward pass, with these differences:
 //   kv   flat: [batch, keys, groups, dim]. Paged: [pages * page_size, groups, dim], and `keys` is
-//        page_slots * page_size. With `records` (dim 576) a row is a record instead of dim values.
+//        page_slots * page_size. With `records` a row is a record instead of dim values (dim 576),
+//        or `page_size` rows are a page of page records (dim 512; paged, with an even number of
+//        records per page).
 //   dim  the width of q and of a key, whether or not keys are records
 struct SparseMlaDecodeParams : SparseMlaFwdParams {
   int64_t batch_rows;  // rows from one request's first row to the next's: keys, or pages *
@@ -28,7 +46,14 @@ struct SparseMlaDecodeParams : SparseMlaFwdParams {
                          // splits = 1
   float2* partial_rows;  // sparse_mla_decode_row_count pairs of a row's maximum and sum; null if
                          // splits = 1
+  SparseMlaExtraKeys extra;
 };
+
+// Returns the number of slots of a query in both lists. The first list is filled up to whole tiles
+// of 64 slots, so that a tile has keys of one cache.
+inline int64_t sparse_mla_decode_slots(int slots, int extra_slots) {
+  return extra_slots > 0 ? (int64_t{slots} + 63) / 64 * 64 + extra_slots : slots;
+}
 
 // Returns the number of (query, KV head group, 64 heads).
 inline int64_t sparse_mla_decode_work_tiles(int64_t batch, int64_t queries, int heads, int groups) {

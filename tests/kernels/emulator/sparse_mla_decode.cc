@@ -22,25 +22,41 @@ void run_values() {
   failures += wrong > 0;
 }
 
+// Checks all scales of page records, and the factors of those that have one.
+void run_page_record_scales() {
+  int wrong = 0;
+  for (int byte = 0; byte < 256; ++byte) {
+    const float want = byte == 255 ? NAN : std::ldexp(1.f, byte - 127);
+    const float scale = mla::page_record_scale(byte);
+    wrong += std::isnan(want) ? !std::isnan(scale) : scale != want;
+    if (!mla::is_fast_page_record_scale(byte)) continue;
+    wrong += !mla::is_power_of_two_scale(want) ||
+             mla::page_record_factor(byte) != mla::scale_factor(want);
+  }
+  printf("%-4s scales of page records: %d of 256 wrong\n", wrong ? "BAD" : "ok", wrong);
+  failures += wrong > 0;
+}
+
 }  // namespace
 
 int main(int argc, char** argv) {
   run_values();
-  const auto cases = emulator::cases(
-      argc, argv, kCases,
-      {"whole", "adversarial", "D 512, groups, sharp", "pages", "records", "records in pages"},
-      [](const DecodeCase& c) { return c.c.name; });
+  run_page_record_scales();
+  const auto cases =
+      emulator::cases(argc, argv, kCases,
+                      {"whole", "adversarial", "D 512, groups, sharp", "pages", "records",
+                       "records in pages", "two caches", "two caches of page records"},
+                      [](const DecodeCase& c) { return c.c.name; });
   for (const DecodeCase& c : cases) {
     for (const auto& options : emulator::schedules(argc, argv, &c - kCases))
       run(c, options, hopper::launch_sparse_mla_decode);
   }
-  for (const char* name : {"adversarial", "D 512, groups, sharp", "pages", "pools of records",
-                           "records", "records in pages"}) {
+  for (const char* name :
+       {"adversarial", "D 512, groups, sharp", "pages", "pools of records", "records",
+        "records in pages", "pools of page records", "two caches", "two caches of page records"}) {
     const DecodeCase& c =
         emulator::named(kCases, name, [](const DecodeCase& c) { return c.c.name; });
-    const int64_t row_bytes = c.layout.records ? kMlaRecordBytes : c.c.dim * 2;
-    run(c, {}, hopper::launch_sparse_mla_decode,
-        emulator::far_rows(c.c.groups * row_bytes, std::max(c.layout.page_size, 1)));
+    run(c, {}, hopper::launch_sparse_mla_decode, true);
   }
   printf(failures ? "FAILED %d\n" : "all good\n", failures);
   return failures != 0;

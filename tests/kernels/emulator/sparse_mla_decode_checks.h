@@ -2,6 +2,8 @@
 // portable kernels share them.
 #pragma once
 
+#include <deque>
+
 #include "emulator.h"
 #include "far_rows.h"
 #include "problems/sparse_mla_cache.h"
@@ -12,34 +14,50 @@ using namespace sparse_mla_problem;
 
 using DecodeLaunch = cudaError_t (*)(const SparseMlaDecodeParams&, cudaStream_t);
 
-struct DecodeCase {
-  Case c;
-  Layout layout;
-  int splits;
-};
-
 inline int failures = 0;
 
-// The kernel's keys follow `far` others that no slot selects, in each request or page pool.
-inline void run(const DecodeCase& tried, const emulator::Options& options, DecodeLaunch launch,
-                int64_t far = 0) {
-  const Case& c = tried.c;
-  Problem x = make(c, options.seed);
-  const Layout& layout = tried.layout;
-  Cache cache = store(x, layout, options.seed);
-  const bool paged = layout.page_size > 0;
-  const int64_t row_bytes = int64_t{c.groups} * (layout.records ? kMlaRecordBytes : c.dim * 2);
-  const int64_t blocks = paged && !layout.pools ? 1 : c.batch;
-  const emulator::FarRows kv(cache.rows.data(), blocks, cache.rows.size() / blocks,
-                             far * row_bytes);
-  std::vector<int32_t> ends = x.ends;
-  if (paged) {
-    cache.page_table = emulator::far_positions(cache.page_table, far / layout.page_size);
-    cache.pages += far / layout.page_size;
-  } else {
-    cache.indices = emulator::far_positions(cache.indices, far);
-    ends = emulator::far_positions(ends, far, 1);
+// A source in the emulator's memory. If `is_far`, its keys follow others that no slot selects, in
+// each request or page pool, at offsets beyond 32 bits.
+struct Held {
+  Source x;
+  int64_t far;
+  emulator::FarRows kv;
+
+  Held(const Source& source, bool is_far)
+      : x(source),
+        far(is_far ? emulator::far_rows(x.row_bytes(), std::max(x.layout.page_size, 1)) : 0),
+        kv(x.cache.rows.data(), blocks(), x.cache.rows.size() / blocks(), far * x.row_bytes()) {
+    if (x.paged()) {
+      x.cache.page_table = emulator::far_positions(x.cache.page_table, far / x.layout.page_size);
+      x.cache.pages += far / x.layout.page_size;
+    } else {
+      x.cache.indices = emulator::far_positions(x.cache.indices, far);
+      x.ends = emulator::far_positions(x.ends, far, 1);
+    }
   }
+  int64_t blocks() const { return x.paged() && !x.layout.pools ? 1 : x.c.batch; }
+
+  // Sets the fields of SparseMlaDecodeParams or SparseMlaExtraKeys for the requests from `first`.
+  template <typename Keys>
+  void set(Keys& p, int first = 0) const {
+    const int64_t queries = int64_t{first} * x.c.queries;
+    x.set_shapes(p);
+    if (!x.paged()) p.keys += far, p.batch_rows += far;
+    p.kv = kv.data() + first * p.batch_rows * x.row_bytes();
+    p.indices = x.cache.indices.data() + queries * x.c.groups * x.c.slots;
+    p.ends = x.c.ends ? x.ends.data() + queries : nullptr;
+    p.topk_length = x.c.lengths ? x.lengths.data() + queries : nullptr;
+    p.page_table = x.paged() ? x.cache.page_table.data() + first * x.cache.page_slots : nullptr;
+  }
+};
+
+inline void run(const DecodeCase& tried, const emulator::Options& options, DecodeLaunch launch,
+                bool is_far = false) {
+  const Case& c = tried.c;
+  const Step step = make_step(tried, options.seed);
+  const Problem& x = step.problem;
+  std::deque<Held> held;
+  for (const Source& source : step.sources) held.emplace_back(source, is_far);
   const int64_t rows = int64_t{c.batch} * c.queries * c.heads;
   std::vector<bf16> out(rows * 512, __float2bfloat16(NAN));
   std::vector<float> max_logit(rows, NAN), log_sum(rows, NAN);
@@ -48,13 +66,11 @@ inline void run(const DecodeCase& tried, const emulator::Options& options, Decod
                               make_float4(NAN, NAN, NAN, NAN));
   std::vector<float2> partial_rows(sparse_mla_decode_row_count(work_tiles, tried.splits),
                                    make_float2(NAN, NAN));
-  SparseMlaDecodeParams p = decode_shapes(x, layout, cache, tried.splits);
-  if (!paged) p.keys += far, p.batch_rows += far;
-  p.q = x.q.data(), p.kv = kv.data(), p.indices = cache.indices.data();
-  p.ends = c.ends ? ends.data() : nullptr;
-  p.topk_length = c.lengths ? x.lengths.data() : nullptr;
+  SparseMlaDecodeParams p = decode_shapes(step, tried.splits);
+  held[0].set(p);
+  if (held.size() > 1) held[1].set(p.extra);
+  p.q = x.q.data();
   p.sinks = c.sinks ? x.sinks.data() : nullptr;
-  p.page_table = paged ? cache.page_table.data() : nullptr;
   p.out = out.data(), p.max_logit = max_logit.data(), p.log_sum = log_sum.data();
   p.partial = reinterpret_cast<float*>(partial.data()), p.partial_rows = partial_rows.data();
   emulator::machine.options = options, emulator::machine.num_sms = 3;
@@ -74,12 +90,9 @@ inline void run(const DecodeCase& tried, const emulator::Options& options, Decod
     SparseMlaDecodeParams own = p;
     own.batch = 1;
     own.q = x.q.data() + int64_t{b} * c.queries * c.heads * c.dim;
-    own.kv = kv.data() + b * p.batch_rows * row_bytes;
-    own.indices += int64_t{b} * c.queries * c.groups * c.slots;
-    if (own.ends) own.ends += b * c.queries;
-    if (own.topk_length) own.topk_length += b * c.queries;
+    held[0].set(own, b);
+    if (held.size() > 1) held[1].set(own.extra, b);
     if (own.sinks) own.sinks += b * p.sinks_stride;
-    if (own.page_table) own.page_table += b * cache.page_slots;
     own.out = own_out.data(), own.max_logit = own_max.data();
     own.log_sum = own_log_sum.data();
     emulator::require(launch(own, nullptr));
@@ -90,7 +103,7 @@ inline void run(const DecodeCase& tried, const emulator::Options& options, Decod
   }
   const bool good = lse_error.good(1e-4) && out_error.good(6e-3) && alone;
   printf("%-4s %-24s%s %2d splits, %s %s seed %llu  lse %.1e of %.1e  out %.1e of %.1e%s\n",
-         good ? "ok" : "BAD", c.name, far ? " far" : "", tried.splits,
+         good ? "ok" : "BAD", c.name, is_far ? " far" : "", tried.splits,
          options.late_wgmma ? "late wgmma, " : "early wgmma,",
          options.late_copies ? "late copies, " : "early copies,", (unsigned long long)options.seed,
          lse_error.worst, lse_error.top, out_error.worst, out_error.top,
@@ -100,7 +113,7 @@ inline void run(const DecodeCase& tried, const emulator::Options& options, Decod
 }
 
 // name, B, T, S, N, G, D, K, adversarial, ends, lengths, sinks, size of q; records, page size,
-// holes
+// holes; splits; S and K of the second cache and its layout
 inline const DecodeCase kCases[] = {
     {{"whole", 1, 2, 100, 64, 1, 576, 200}, {}, 1},
     {{"one tile per split", 1, 1, 300, 64, 1, 576, 192}, {}, 3},
@@ -123,6 +136,27 @@ inline const DecodeCase kCases[] = {
     {{"records, any scales", 1, 2, 90, 16, 1, 576, 200}, {true, 0, false, kLeast}, 1},
     {{"records, wide scales", 1, 1, 90, 16, 1, 576, 270}, {true, 0, false, kWide}, 2},
     {{"records with NaN", 3, 3, 90, 16, 1, 576, 40}, {true, 0, false, kWithNans}, 1},
+    {{"page records", 2, 2, 96, 40, 1, 512, 331, true, true, true, 2}, {true, 16, true}, 1},
+    {{"page records, wide scales", 1, 1, 90, 16, 2, 512, 270}, {true, 15, false, kWide}, 2},
+    {{"page records with NaN", 3, 3, 90, 16, 1, 512, 40}, {true, 6, false, kWithNans}, 1},
+    {{"pools of page records", 2, 1, 90, 16, 1, 512, 200},
+     {.records = true, .page_size = 30, .pools = true},
+     1},
+    {{"two caches", 2, 2, 91, 20, 1, 576, 100, true, true, true, 2},
+     {false, 7, true},
+     3,
+     48,
+     210,
+     {false, 12, true}},
+    {{"two caches, groups", 3, 1, 64, 6, 3, 512, 64}, {}, 2, 30, 65, {false, 10, false}},
+    {{"two caches, no first slot", 2, 1, 10, 16, 1, 512, 0}, {}, 2, 70, 140},
+    {{"two caches of records", 2, 1, 90, 16, 1, 576, 70, true}, {true}, 1, 80, 130, {true, 16}},
+    {{"two caches of page records", 2, 2, 128, 40, 1, 512, 100, true, true, true, 1},
+     {true, 64},
+     2,
+     160,
+     333,
+     {true, 10, true}},
 };
 
 }  // namespace jax_dsa

@@ -9,19 +9,19 @@ int main(int argc, char** argv) {
   using namespace jax_dsa;
   const DecodeLaunch launch = launch_on_device<portable::launch_sparse_mla_decode>;
   const auto name_of = [](const DecodeCase& c) { return c.c.name; };
-  const auto cases = emulator::cases(
-      argc, argv, kCases,
-      {"whole", "adversarial", "D 512, groups, sharp", "pages", "records", "records in pages"},
-      name_of);
+  const auto cases =
+      emulator::cases(argc, argv, kCases,
+                      {"whole", "adversarial", "D 512, groups, sharp", "pages", "records",
+                       "records in pages", "two caches", "two caches of page records"},
+                      name_of);
   emulator::on_gpus(argc, argv, cases, emulator::kPortableGpus, [&](const DecodeCase& c) {
     for (const auto& options : emulator::schedules(argc, argv, &c - kCases)) {
       run(c, options, launch);
     }
   });
-  for (const char* name : {"adversarial", "pages", "pools of records", "records"}) {
-    const DecodeCase& c = emulator::named(kCases, name, name_of);
-    const int64_t row_bytes = c.layout.records ? kMlaRecordBytes : c.c.dim * 2;
-    run(c, {}, launch, emulator::far_rows(c.c.groups * row_bytes, std::max(c.layout.page_size, 1)));
+  for (const char* name :
+       {"adversarial", "pages", "pools of records", "records", "two caches of page records"}) {
+    run(emulator::named(kCases, name, name_of), {}, launch, true);
   }
   printf(failures ? "FAILED %d\n" : "all good\n", failures);
   return failures != 0;

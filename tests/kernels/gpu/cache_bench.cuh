@@ -31,6 +31,20 @@ __global__ void fill_records(uint8_t* x, int64_t records, float scale, uint64_t 
   }
 }
 
+// Fills pages of `size` page records in the same way, with scales of 1.
+__global__ void fill_page_records(uint8_t* x, int64_t pages, int size, uint64_t seed) {
+  for (int64_t i = blockIdx.x; i < pages * size; i += gridDim.x) {
+    uint8_t* const page = x + i / size * size * jax_dsa::kMlaPageRecordBytes;
+    uint8_t* const values = page + i % size * jax_dsa::kMlaPageRecordValues;
+    uint8_t* const scales = page + size * jax_dsa::kMlaPageRecordValues + i % size * 8;
+    for (int d = threadIdx.x; d < 448; d += blockDim.x) values[d] = mix(seed + i * 448 + d) & 0xbf;
+    for (int d = threadIdx.x; d < 8; d += blockDim.x) scales[d] = 127;
+    for (int d = threadIdx.x; d < 64; d += blockDim.x) {
+      reinterpret_cast<uint16_t*>(values + 448)[d] = (mix(seed + i * 64 + d) & 0x807f) | 0x3f00;
+    }
+  }
+}
+
 // Fills a page table with a permutation of the pages if their number is a power of two (odd
 // multiples modulo that number), and otherwise with the identity.
 __global__ void fill_table(int32_t* x, int n) {

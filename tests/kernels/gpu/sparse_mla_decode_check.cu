@@ -2,11 +2,14 @@
 //   nvcc -std=c++20 -O3 -gencode arch=compute_90a,code=sm_90a -Icuda -Itests/kernels \
 //       -o sparse_mla_decode_check tests/kernels/gpu/sparse_mla_decode_check.cu \
 //       cuda/sparse_mla/*.cu cuda/sparse_mla/tiers.cc
-//   ./sparse_mla_decode_check [test|small|bench|records|profile] [seed]
-// `small` is for compute-sanitizer. `records` times the cases that matter to users of FP8 caches.
+//   ./sparse_mla_decode_check [test|small|bench|records|two|profile] [seed]
+// `small` is for compute-sanitizer. `records` times the cases that matter to users of FP8 caches,
+// and `two` DeepSeek-V4's decode step over two caches.
 #include <cstdio>
 #include <cstdlib>
+#include <deque>
 #include <string>
+#include <utility>
 
 #include "gpu/cache_bench.cuh"
 #include "gpu/check.cuh"
@@ -20,36 +23,49 @@ using namespace sparse_mla_problem;
 
 // ---- test --------------------------------------------------------------------------------------
 
-struct DecodeCase {
-  Case c;
-  Layout layout;
-  int splits;  // 0: sparse_mla_decode_splits chooses
+// The arrays of a source on the GPU.
+struct Held {
+  const Source& x;
+  uint8_t* kv = upload(x.cache.rows);
+  int32_t *indices = upload(x.cache.indices), *table = upload(x.cache.page_table);
+  int32_t *ends = upload(x.ends), *lengths = upload(x.lengths);
+
+  explicit Held(const Source& source) : x(source) {}
+  Held(const Held&) = delete;
+  ~Held() {
+    for (void* v : {(void*)kv, (void*)indices, (void*)table, (void*)ends, (void*)lengths}) {
+      CHECK(cudaFree(v));
+    }
+  }
+  template <typename Keys>
+  void set(Keys& p) const {
+    p.kv = kv, p.indices = indices, p.page_table = x.paged() ? table : nullptr;
+    p.ends = x.c.ends ? ends : nullptr, p.topk_length = x.c.lengths ? lengths : nullptr;
+  }
 };
 
 bool run_case(const DecodeCase& tried, uint64_t seed) {
   const Case& c = tried.c;
-  Problem x = make(c, seed);
-  const Cache cache = store(x, tried.layout, seed);
+  const Step step = make_step(tried, seed);
+  const Problem& x = step.problem;
   const int64_t rows = int64_t{c.batch} * c.queries * c.heads;
   const int64_t work_tiles = sparse_mla_decode_work_tiles(c.batch, c.queries, c.heads, c.groups);
+  const int slots = static_cast<int>(sparse_mla_decode_slots(c.slots, tried.extra_slots));
   const int splits =
-      tried.splits ? tried.splits : sparse_mla_decode_splits(work_tiles, c.slots, num_sms());
+      tried.splits ? tried.splits : sparse_mla_decode_splits(work_tiles, slots, num_sms());
   const int64_t partials = sparse_mla_decode_partial_count(work_tiles, splits);
   const int64_t partial_row_count = sparse_mla_decode_row_count(work_tiles, splits);
-  SparseMlaDecodeParams p = decode_shapes(x, tried.layout, cache, splits);
+  SparseMlaDecodeParams p = decode_shapes(step, splits);
+  std::deque<Held> held;
+  for (const Source& source : step.sources) held.emplace_back(source);
+  held[0].set(p);
+  if (held.size() > 1) held[1].set(p.extra);
   bf16 *q = upload(x.q), *out = device<bf16>(rows * 512);
-  uint8_t* kv = upload(cache.rows);
-  int32_t *indices = upload(cache.indices), *table = upload(cache.page_table);
-  int32_t *ends = upload(x.ends), *lengths = upload(x.lengths);
   float *sinks = upload(x.sinks), *max_logit = device<float>(rows), *log_sum = device<float>(rows);
   float* partial = device<float>(partials);
   float2* partial_rows = device<float2>(partial_row_count);
-  p.q = q, p.kv = kv, p.indices = indices, p.out = out;
-  p.max_logit = max_logit, p.log_sum = log_sum;
-  p.ends = c.ends ? ends : nullptr;
-  p.topk_length = c.lengths ? lengths : nullptr;
+  p.q = q, p.out = out, p.max_logit = max_logit, p.log_sum = log_sum;
   p.sinks = c.sinks ? sinks : nullptr;
-  p.page_table = tried.layout.page_size > 0 ? table : nullptr;
   p.partial = partial, p.partial_rows = partial_rows;
   std::vector<bf16> got[2];
   std::vector<float> got_max[2], got_sum[2];
@@ -77,7 +93,7 @@ bool run_case(const DecodeCase& tried, uint64_t seed) {
     }
   }
   int64_t nans = 0;
-  if (tried.layout.scales != kWithNans) {
+  if (tried.layout.scales != kWithNans && tried.extra.scales != kWithNans) {
     for (bf16 v : got[0]) nans += std::isnan(__bfloat162float(v));
     for (float v : got_sum[0]) nans += std::isnan(v);
   }
@@ -86,16 +102,15 @@ bool run_case(const DecodeCase& tried, uint64_t seed) {
          good ? "ok" : "BAD", c.name, splits, lse_error.worst, lse_error.top, out_error.worst,
          out_error.top, (long long)nans, same ? "repeats" : "DIFFERS");
   fflush(stdout);
-  for (void* v :
-       {(void*)q, (void*)out, (void*)kv, (void*)indices, (void*)table, (void*)ends, (void*)lengths,
-        (void*)sinks, (void*)max_logit, (void*)log_sum, (void*)partial, (void*)partial_rows}) {
+  for (void* v : {(void*)q, (void*)out, (void*)sinks, (void*)max_logit, (void*)log_sum,
+                  (void*)partial, (void*)partial_rows}) {
     CHECK(cudaFree(v));
   }
   return good;
 }
 
 // name, B, T, S, N, G, D, K, adversarial, ends, lengths, sinks, size of q; records, page size,
-// holes
+// holes; splits; S and K of the second cache and its layout
 const DecodeCase kCases[] = {
     {{"one tile", 1, 1, 64, 64, 1, 576, 64}, {}, 1},
     {{"two tiles", 1, 1, 128, 64, 1, 576, 128}, {}, 2},
@@ -111,6 +126,41 @@ const DecodeCase kCases[] = {
     {{"records, any scales", 1, 2, 90, 16, 1, 576, 200}, {true, 0, false, kLeast}, 1},
     {{"records, wide scales", 1, 1, 90, 16, 1, 576, 270}, {true, 0, false, kWide}, 2},
     {{"records with NaN", 3, 3, 90, 16, 1, 576, 40}, {true, 0, false, kWithNans}, 1},
+    {{"page records", 2, 2, 96, 40, 1, 512, 331, true, true, true, 2}, {true, 16, true}, 1},
+    {{"page records, wide scales", 1, 1, 90, 16, 2, 512, 270}, {true, 15, false, kWide}, 2},
+    {{"page records with NaN", 3, 3, 90, 16, 1, 512, 40}, {true, 6, false, kWithNans}, 1},
+    {{"two caches", 2, 2, 91, 20, 1, 576, 100, true, true, true, 2},
+     {false, 7, true},
+     3,
+     48,
+     210,
+     {false, 12, true}},
+    {{"two caches, no first slot", 2, 1, 10, 16, 1, 512, 0}, {}, 2, 70, 140},
+    {{"two caches of records", 2, 1, 90, 16, 1, 576, 70, true}, {true}, 1, 80, 130, {true, 16}},
+    {{"two caches of page records", 2, 2, 128, 40, 1, 512, 100, true, true, true, 1},
+     {true, 64},
+     2,
+     160,
+     333,
+     {true, 10, true}},
+    {{"V4, 1 request", 1, 1, 128, 128, 1, 512, 128, false, true, true, 1},
+     {true, 64},
+     0,
+     4096,
+     1024,
+     {true, 64}},
+    {{"V4, 9 requests", 9, 1, 128, 64, 1, 512, 128, true, true, true, 1},
+     {true, 64, true},
+     0,
+     2048,
+     512,
+     {true, 64, true}},
+    {{"V4, 70 requests of bf16", 70, 2, 128, 64, 1, 512, 128, false, true, true, 1},
+     {false, 64},
+     0,
+     512,
+     512,
+     {false, 32, true}},
     {{"one request", 1, 1, 4096, 128, 1, 576, 2048}, {}, 0},
     {{"one request, records, pages", 1, 1, 4096, 128, 1, 576, 2048}, {true, 64}, 0},
     {{"8 requests", 8, 1, 3000, 128, 1, 576, 2048, true, true, true, 1}, {}, 0},
@@ -153,6 +203,50 @@ bool run_values() {
 
 // ---- bench -------------------------------------------------------------------------------------
 
+// A graph of calls, which alternates between enough selections to miss the L2.
+class Calls {
+ public:
+  // launch(i) launches the call with selection i.
+  template <typename Launch>
+  Calls(int count, cudaStream_t stream, Launch launch) : count(count), stream(stream) {
+    CHECK(cudaStreamBeginCapture(stream, cudaStreamCaptureModeGlobal));
+    for (int i = 0; i < count; ++i) CHECK(launch(i));
+    CHECK(cudaStreamEndCapture(stream, &graph));
+    CHECK(cudaGraphInstantiate(&calls, graph, 0));
+    CHECK(cudaEventCreate(&start));
+    CHECK(cudaEventCreate(&stop));
+  }
+  Calls(const Calls&) = delete;
+  ~Calls() {
+    CHECK(cudaGraphExecDestroy(calls));
+    CHECK(cudaGraphDestroy(graph));
+    CHECK(cudaEventDestroy(start));
+    CHECK(cudaEventDestroy(stop));
+  }
+  // Returns the times of one call, in microseconds, in ascending order.
+  std::vector<float> times(int rounds) const {
+    std::vector<float> us;
+    for (int i = 0; i < rounds + 2; ++i) {
+      CHECK(cudaEventRecord(start, stream));
+      CHECK(cudaGraphLaunch(calls, stream));
+      CHECK(cudaEventRecord(stop, stream));
+      CHECK(cudaEventSynchronize(stop));
+      float ms;
+      CHECK(cudaEventElapsedTime(&ms, start, stop));
+      if (i >= 2) us.push_back(ms * 1e3f / count);
+    }
+    std::sort(us.begin(), us.end());
+    return us;
+  }
+
+ private:
+  int count;
+  cudaStream_t stream;
+  cudaGraph_t graph;
+  cudaGraphExec_t calls;
+  cudaEvent_t start, stop;
+};
+
 // Ascending indices, as top-k returns them.
 __global__ void fill_indices(int32_t* x, int64_t rows, int K, int S, uint64_t seed) {
   for (int64_t i = blockIdx.x * int64_t{blockDim.x} + threadIdx.x; i < rows * K;
@@ -161,12 +255,21 @@ __global__ void fill_indices(int32_t* x, int64_t rows, int K, int S, uint64_t se
     x[i] = static_cast<int>((static_cast<double>(i % K) + within) * S / K);
   }
 }
+// Joins two lists per row. The indices of the first one follow the 8192 keys of the second one.
+__global__ void join_indices(int32_t* x, const int32_t* a, const int32_t* b, int64_t rows, int W,
+                             int K) {
+  for (int64_t i = blockIdx.x * int64_t{blockDim.x} + threadIdx.x; i < rows * (W + K);
+       i += int64_t{gridDim.x} * blockDim.x) {
+    const int64_t row = i / (W + K), slot = i % (W + K);
+    x[i] = slot < W ? 8192 + a[row * W + slot] : b[row * K + slot - W];
+  }
+}
+
 enum Kind { kFlat, kPages, kRecords, kOddRecords };
 const char* const kKinds[] = {"bf16", "bf16 pages", "fp8 pages",
                               "fp8 pages, scales no powers of two"};
 
-// Times one call, in microseconds, for the chosen number of splits and numbers around it. A graph
-// of calls alternates between enough selections to miss the L2.
+// Times one call, in microseconds, for the chosen number of splits and numbers around it.
 void bench(int B, int T, int S, int N, int D, int K, Kind kind, double rate) {
   constexpr int kPageSize = 64;
   const bool records = kind == kRecords || kind == kOddRecords;
@@ -216,42 +319,102 @@ void bench(int B, int T, int S, int N, int D, int K, Kind kind, double rate) {
       p.page_slots = S / kPageSize;
       p.pages = static_cast<int>(rows / kPageSize);
     }
-    cudaGraph_t graph;
-    cudaGraphExec_t calls;
-    CHECK(cudaStreamBeginCapture(stream, cudaStreamCaptureModeGlobal));
-    for (int i = 0; i < sets; ++i) {
+    const Calls calls(sets, stream, [&](int i) {
       p.indices = indices + i * tokens * K;
-      CHECK(launch_sparse_mla_decode(p, stream));
-    }
-    CHECK(cudaStreamEndCapture(stream, &graph));
-    CHECK(cudaGraphInstantiate(&calls, graph, 0));
-    cudaEvent_t start, stop;
-    CHECK(cudaEventCreate(&start));
-    CHECK(cudaEventCreate(&stop));
-    std::vector<float> us;
-    for (int i = 0; i < 12; ++i) {
-      CHECK(cudaEventRecord(start, stream));
-      CHECK(cudaGraphLaunch(calls, stream));
-      CHECK(cudaEventRecord(stop, stream));
-      CHECK(cudaEventSynchronize(stop));
-      float ms;
-      CHECK(cudaEventElapsedTime(&ms, start, stop));
-      if (i >= 2) us.push_back(ms * 1e3f / sets);
-    }
-    std::sort(us.begin(), us.end());
+      return launch_sparse_mla_decode(p, stream);
+    });
+    const std::vector<float> us = calls.times(10);
     const double mid = us[us.size() / 2];
     printf("  %2d splits%s %7.1f us (best %.1f, worst %.1f)  %.2f of the bandwidth  %.0f TFLOPS\n",
            splits, splits == chosen ? ", chosen:" : ":        ", mid, us[0], us.back(),
            floor_us / mid, 2. * tokens * N * K * (D + 512) / mid * 1e-6);
     fflush(stdout);
-    CHECK(cudaGraphExecDestroy(calls));
-    CHECK(cudaGraphDestroy(graph));
     CHECK(cudaFree(partial));
     CHECK(cudaFree(partial_rows));
   }
   CHECK(cudaStreamDestroy(stream));
   for (void* v : {(void*)kv, (void*)q, (void*)out, (void*)max_logit, (void*)log_sum, (void*)indices,
                   (void*)table}) {
+    CHECK(cudaFree(v));
+  }
+}
+
+// Times DeepSeek-V4's decode step: a window of 128 keys and K of 8192 compressed keys. The same
+// keys lie in one cache of bf16, in two, and in two caches of page records. Rounds of the three are
+// interleaved.
+void bench_two_caches(int B, int N, int K, double rate) {
+  constexpr int kWindow = 128, kKeys = 8192, kPageSize = 64, kDim = 512, kRounds = 5;
+  enum { kOne, kTwo, kTwoOfRecords };
+  const int64_t selected = int64_t{B} * (kWindow + K) * kDim * 2;
+  const int sets = static_cast<int>(std::clamp<int64_t>((int64_t{200} << 20) / selected, 2, 32));
+  const int64_t rows[] = {int64_t{B} * kWindow, int64_t{B} * kKeys, int64_t{B} * (kWindow + kKeys)};
+  uint8_t *cache[3], *records[2];
+  int32_t *table[3], *picks[3];
+  for (int i = 0; i < 3; ++i) {
+    cache[i] = device<uint8_t>(rows[i] * kDim * 2);
+    fill_bf16<<<2048, 256>>>(reinterpret_cast<bf16*>(cache[i]), rows[i] * kDim, i);
+    table[i] = device<int32_t>(rows[i] / kPageSize);
+    fill_table<<<256, 256>>>(table[i], rows[i] / kPageSize);
+    if (i == 2) break;
+    records[i] = device<uint8_t>(rows[i] * kMlaPageRecordBytes);
+    fill_page_records<<<2048, 128>>>(records[i], rows[i] / kPageSize, kPageSize, i);
+  }
+  const int slots[] = {kWindow, K, kWindow + K};
+  for (int i = 0; i < 3; ++i) picks[i] = device<int32_t>(int64_t{sets} * B * slots[i]);
+  fill_indices<<<2048, 256>>>(picks[0], int64_t{sets} * B, kWindow, kWindow, 3);
+  fill_indices<<<2048, 256>>>(picks[1], int64_t{sets} * B, K, kKeys, 4);
+  join_indices<<<2048, 256>>>(picks[2], picks[0], picks[1], int64_t{sets} * B, kWindow, K);
+  auto *q = device<bf16>(int64_t{B} * N * kDim), *out = device<bf16>(int64_t{B} * N * 512);
+  auto *max_logit = device<float>(B * N), *log_sum = device<float>(B * N);
+  fill_bf16<<<2048, 256>>>(q, int64_t{B} * N * kDim, 2);
+  CHECK(cudaDeviceSynchronize());
+  const int64_t work_tiles = sparse_mla_decode_work_tiles(B, 1, N, 1);
+  const int splits = sparse_mla_decode_splits(work_tiles, kWindow + K, num_sms());
+  auto* partial = device<float>(sparse_mla_decode_partial_count(work_tiles, splits));
+  auto* partial_rows = device<float2>(sparse_mla_decode_row_count(work_tiles, splits));
+  cudaStream_t stream;
+  CHECK(cudaStreamCreate(&stream));
+  std::deque<Calls> calls;
+  for (const int kind : {kOne, kTwo, kTwoOfRecords}) {
+    SparseMlaDecodeParams p = {};
+    p.q = q, p.out = out, p.max_logit = max_logit, p.log_sum = log_sum;
+    p.partial = partial, p.partial_rows = partial_rows;
+    p.batch = B, p.queries = 1, p.heads = N, p.groups = 1, p.dim = kDim;
+    p.scale = 1 / std::sqrt(float(kDim)), p.records = kind == kTwoOfRecords, p.splits = splits;
+    const auto set = [&](auto& keys, int i) {
+      keys.kv = p.records ? records[i] : cache[i];
+      keys.page_table = table[i], keys.page_size = kPageSize, keys.slots = slots[i];
+      keys.pages = static_cast<int>(rows[i] / kPageSize), keys.page_slots = keys.pages / B;
+      keys.keys = int64_t{keys.page_slots} * kPageSize;
+    };
+    set(p, kind == kOne ? 2 : 0);
+    if (kind != kOne) set(p.extra, 1);
+    calls.emplace_back(sets, stream, [&](int i) {
+      const int64_t first = int64_t{i} * B;
+      p.indices = picks[kind == kOne ? 2 : 0] + first * p.slots;
+      if (kind != kOne) p.extra.indices = picks[1] + first * K;
+      return launch_sparse_mla_decode(p, stream);
+    });
+  }
+  std::vector<float> us[3];
+  for (int round = 0; round < kRounds; ++round) {
+    for (int i = 0; i < 3; ++i) us[i].push_back(calls[i].times(10)[5]);
+  }
+  for (auto& x : us) std::sort(x.begin(), x.end());
+  const double floor_us = (selected + int64_t{B} * N * (kDim + 512) * 2) / rate * 1e-6;
+  const float one = us[kOne][kRounds / 2], two = us[kTwo][kRounds / 2];
+  const float packed = us[kTwoOfRecords][kRounds / 2];
+  printf(
+      "B%-3d N%-3d K128+%-4d %2d splits  bf16 bytes %5.1f us  one cache %6.1f us  two %6.1f us "
+      "(%.2f)  two of records %6.1f us (%.2f)\n",
+      B, N, K, splits, floor_us, one, two, two / one, packed, packed / one);
+  fflush(stdout);
+  calls.clear();
+  CHECK(cudaStreamDestroy(stream));
+  for (void* v : {(void*)cache[0], (void*)cache[1], (void*)cache[2], (void*)records[0],
+                  (void*)records[1], (void*)table[0], (void*)table[1], (void*)table[2],
+                  (void*)picks[0], (void*)picks[1], (void*)picks[2], (void*)q, (void*)out,
+                  (void*)max_logit, (void*)log_sum, (void*)partial, (void*)partial_rows}) {
     CHECK(cudaFree(v));
   }
 }
@@ -273,6 +436,12 @@ int main(int argc, char** argv) {
   printf("device copy %.2f TB/s\n", rate);
   if (what == "profile") {
     bench(8, 1, 32768, 128, 576, 2048, kRecords, rate);
+    return 0;
+  }
+  if (what == "two") {
+    for (const auto& [N, K] : {std::pair(64, 512), std::pair(128, 1024)}) {
+      for (int B : {1, 64, 128}) bench_two_caches(B, N, K, rate);
+    }
     return 0;
   }
   if (what == "records") {

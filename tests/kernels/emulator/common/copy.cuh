@@ -52,6 +52,10 @@ inline void cp_async_16(uint32_t to, const void* from, bool valid) {
   detail::cp_async<16>(to, from, valid);
 }
 
+inline void cp_async_8(uint32_t to, const void* from, bool valid) {
+  detail::cp_async<8>(to, from, valid);
+}
+
 inline void cp_async_4(uint32_t to, const void* from, bool valid) {
   detail::cp_async<4>(to, from, valid);
 }
@@ -196,6 +200,8 @@ inline void store_4(float* to, const float (&x)[4]) {
   if (reinterpret_cast<uintptr_t>(to) % 16) emulator::fail("a misaligned store");
   memcpy(to, x, 16);
 }
+
+inline uint32_t load_shared_byte(uint32_t from) { return *emulator::shared_at(from); }
 
 template <typename T>
 void load_shared_16(uint32_t from, T (&x)[4]) {
