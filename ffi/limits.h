@@ -106,6 +106,7 @@ inline constexpr int64_t kValueDim = kMlaValueDim;
 inline constexpr int64_t kTileSlots = 64;
 inline constexpr int64_t kRecordDim = 576;
 inline constexpr int64_t kRecordBytes = kMlaRecordBytes;
+inline constexpr int64_t kPageRecordBytes = kMlaPageRecordBytes;
 // The decode kernel numbers slots up to a few tiles past the end of a row.
 inline constexpr int64_t kMaxDecodeSlots = kInt32Max - 8 * kTileSlots * kSparseMlaMaxSplits;
 }  // namespace sparse_mla

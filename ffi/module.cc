@@ -127,6 +127,7 @@ nb::dict limits() {
   add("sparse_attention", "MAX_LENGTH", l::sparse_attention::kMaxLength);
   add("sparse_attention", "MAX_SLOTS", l::sparse_attention::kMaxSlots);
   add("sparse_mla", "DIMS", values(l::sparse_mla::kDims));
+  add("sparse_mla", "PAGE_RECORD_BYTES", l::sparse_mla::kPageRecordBytes);
   add("sparse_mla", "RECORD_BYTES", l::sparse_mla::kRecordBytes);
   add("sparse_mla", "TILE", l::sparse_mla::kTileSlots);
   add("sparse_mla", "VALUE_DIM", l::sparse_mla::kValueDim);

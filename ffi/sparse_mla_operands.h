@@ -14,8 +14,8 @@ struct KeyLayout {
 };
 
 // Reads q [B, T, N, D], kv [B, S, G, D], indices [B, T, G, K], ends [B, T]?, topk_length [B, T]?.
-template <typename Keys, typename Params>
-ffi::Error read_operands(const char* op, const BF16& q, const Keys& kv, const S32& indices,
+template <typename Keys, typename Indices, typename Params>
+ffi::Error read_operands(const char* op, const BF16& q, const Keys& kv, const Indices& indices,
                          const AnyBuffer& ends, const AnyBuffer& topk_length, Params* params,
                          KeyLayout layout = {}) {
   DSA_FFI_RETURN_IF_ERROR(check_rank(op, "q", q.dimensions(), {"B", "T", "N", "D"}));
@@ -35,7 +35,7 @@ ffi::Error read_operands(const char* op, const BF16& q, const Keys& kv, const S3
       check_shape(op, "indices", indices.dimensions(), {batch, queries, groups, slots}));
   params->q = q.untyped_data();
   params->kv = kv.untyped_data();
-  params->indices = indices.typed_data();
+  params->indices = static_cast<const int32_t*>(indices.untyped_data());
   params->batch = batch;
   params->queries = queries;
   params->keys = keys;

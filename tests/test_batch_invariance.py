@@ -152,13 +152,13 @@ def test_the_forward_pass_runs_the_decode_kernel(monkeypatch: Any) -> None:
         lambda a: (a.shape, a.dtype), avals
     )
     fours, threes = (
-        [(2, n, 128, 576), (2, 9, 1, 576), (2, n, 1, 1100), None, (2, n), (2, 128), None]
+        [(2, n, 128, 576), (2, 9, 1, 576), (2, n, 1, 1100), None, (2, n), (2, 128)] + [None] * 6
         for n in (4, 3)
     )
     # The scan over two chunks of four queries is traced once.
     assert calls == [
-        ("jax_dsa.sparse_mla_decode.v4", 3, fours),
-        ("jax_dsa.sparse_mla_decode.v4", 3, threes),
+        ("jax_dsa.sparse_mla_decode.v5", 3, fours),
+        ("jax_dsa.sparse_mla_decode.v5", 3, threes),
     ]
 
 

@@ -178,18 +178,21 @@ def rows_of(cache: Any) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize(
-    ("kind", "other", "dim", "budget"),
+    ("kind", "other", "dim", "copies", "budget"),
     [
-        ("flat", "flat", 16, 2**27),
-        ("paged", "flat", 16, 1),  # query by query
-        ("flat", "records", 512, 2**27),
-        ("records", None, 512, 2**27),
+        ("flat", "flat", 16, False, 2**27),
+        ("paged", "flat", 16, False, 2**27),
+        ("records", "records", 512, False, 2**27),
+        ("records", None, 512, False, 2**27),
+        ("flat", "records", 512, True, 2**27),
+        ("records", "paged", 512, True, 1),  # query by query
     ],
 )
-def test_the_kernel_reads_copies_of_the_selected_rows(
+def test_the_kernel_reads_caches_or_copies_of_the_selected_rows(
     kind: str,
     other: str | None,
     dim: int,
+    copies: bool,
     budget: int,
     rng: np.random.Generator,
     monkeypatch: pytest.MonkeyPatch,
@@ -211,8 +214,15 @@ def test_the_kernel_reads_copies_of_the_selected_rows(
     options = Options(0.3, dim, page_size=pages[0], extra_page_size=pages[-1])
 
     def handler(target: str, operands: Any, avals: Any, **attrs: Any) -> Any:
-        assert target == "jax_dsa.sparse_mla_decode.v4" and operands[-1] is None
-        got = xla.sparse_mla_fwd(Options(float(attrs["scale"]), dim), Operands(*operands[:-1]))
+        assert target == "jax_dsa.sparse_mla_decode.v5"
+        given = Operands(*operands)
+        if copies:
+            assert given.page_table is None and given.extra_kv is None
+        else:
+            assert given.kv is x.kv and given.extra_kv is x.extra_kv
+        sizes = int(attrs["page_size"]), int(attrs["extra_page_size"])
+        seen = Options(float(attrs["scale"]), dim, page_size=sizes[0], extra_page_size=sizes[1])
+        got = xla.sparse_mla_fwd(seen, given)
         assert [a.shape for a in got] == [a.shape for a in avals[:3]]
         return [*got, None, None]
 
@@ -221,9 +231,33 @@ def test_the_kernel_reads_copies_of_the_selected_rows(
     monkeypatch.setattr(cuda, "BUDGET", budget)
     expected = jax.jit(functools.partial(xla.sparse_mla_fwd, options))(x)
     avals: Any = Results(*(jax.ShapeDtypeStruct(a.shape, a.dtype) for a in expected))  # type: ignore[arg-type]
-    results = jax.jit(functools.partial(cuda.sparse_mla_decode_fwd, options, avals))(x)
-    for got, want in zip(results, expected, strict=True):
+    for got, want in zip(cuda.sparse_mla_decode_fwd(options, avals, x), expected, strict=True):
         assert_matches(got, want, tol=1e-5)
+
+
+@pytest.mark.parametrize("page", [4, 5])
+def test_the_kernel_reads_copies_of_pages_that_are_not_aligned(
+    page: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A page of five records of 584 bytes has no multiple of 16 bytes."""
+    read = []
+
+    def handler(target: str, operands: Any, avals: Any, **attrs: Any) -> Any:
+        read.append(operands[1].dtype)
+        return [jnp.zeros(a.shape, a.dtype) for a in avals[:3]]
+
+    extension = SimpleNamespace(sparse_mla_decode_splits=lambda **_: 1)
+    monkeypatch.setattr(cuda, "ffi", SimpleNamespace(call=handler, extension=lambda: extension))
+    x = Operands(
+        jnp.zeros((1, 1, 2, 512), jnp.bfloat16),
+        jnp.zeros((1, 2 * page, 1, 584), jnp.uint8),
+        jnp.zeros((1, 1, 1, 3), jnp.int32),
+        page_table=jnp.zeros((1, 2), jnp.int32),
+    )
+    row = jax.ShapeDtypeStruct((1, 1, 2), jnp.float32)
+    avals: Any = Results(jax.ShapeDtypeStruct(x.q.shape, x.q.dtype), row, row)  # type: ignore[arg-type]
+    cuda.sparse_mla_decode_fwd(Options(0.3, 512, page_size=page), avals, x)
+    assert read == [jnp.uint8 if page == 4 else jnp.bfloat16]
 
 
 @pytest.mark.gpu

@@ -262,9 +262,9 @@ def sparse_mla_decode(
         q: Absorbed queries [B, T, N, D] of the last T tokens of each request; bfloat16, float16 or
             float32.
         cache: Keys in the dtype of `q`, or FP8 records, with this step's tokens already appended.
-            The CUDA kernel reads keys and records of 656 bytes (D = 576). Of records of 584 bytes,
-            which only paged caches have (D = 512 and value_dim <= 512), and with `extra_cache`, it
-            reads a copy of the selected rows in the dtype of `q`.
+            Records have 656 bytes (D = 576) or, only in paged caches, 584 bytes (D = 512 and
+            value_dim <= 512). The CUDA kernel reads a copy of the selected rows in the dtype of `q`
+            if only one of two caches has records, or if a page of 584-byte records has an odd L*G.
         indices: Positions within each request (not within the page pool) [B, T, G, K] or [B, T, K],
             int32. Without the axis G all KV heads share the indices.
         extra_cache: A second cache of the same B, G and D, flat or paged, of keys or records,

@@ -30,7 +30,8 @@ if TYPE_CHECKING:
 
 # The operands of the FFI handlers, in their order.
 TAKES = ("q", "kv", "indices", "ends", "topk_length", "sinks")
-DECODE_TAKES = (*TAKES, "page_table")
+EXTRA_TAKES = ("kv", "indices", "ends", "topk_length", "page_table")
+DECODE_TAKES = (*TAKES, "page_table", *(f"extra_{name}" for name in EXTRA_TAKES))
 
 # The kernels' limits; tests/test_ffi.py compares them with those of the extension.
 DIMS = (576, 512)
@@ -59,21 +60,38 @@ def supports(options: Options, x: Operands, *_: Results) -> str | None:
 
 def decode_supports(options: Options, x: Operands) -> str | None:
     """Returns why the kernel of `sparse_mla_decode` cannot run this call, or None if it can."""
-    if _reads_copies(x):
+    if _reads_copies(options, x):
         return _queries_supported(options, x)
     if x.page_table is not None and 0 in x.page_table.shape[1:]:
         return "it takes at least one page for a request"
     if x.kv.dtype != jnp.uint8:
         return supports(options, x)
-    if x.kv.shape[3] != RECORD_BYTES:
-        return f"it takes FP8 records of {RECORD_BYTES} bytes, got {x.kv.shape[3]}"
+    if x.kv.shape[3] not in (RECORD_BYTES, PAGE_RECORD_BYTES):
+        sizes = f"{RECORD_BYTES} or {PAGE_RECORD_BYTES} bytes"
+        return f"it takes FP8 records of {sizes}, got {x.kv.shape[3]}"
     return _queries_supported(options, x)
 
 
-def _reads_copies(x: Operands) -> bool:
-    """Returns whether the kernel cannot read the caches of this call itself."""
-    page_records = x.kv.dtype == jnp.uint8 and x.kv.shape[3] == PAGE_RECORD_BYTES
-    return page_records or x.extra_kv is not None
+def _reads_copies(options: Options, x: Operands) -> bool:
+    """Returns whether the kernel cannot read the caches of this call itself.
+
+    It takes two caches of the same kind of rows, with at least one page for a request. Pages of
+    DeepSeek-V4's records must start at multiples of 16 bytes.
+    """
+    caches = [(x.kv, options.page_size, x.page_table)]
+    if x.extra_kv is not None:
+        if x.extra_kv.dtype != x.kv.dtype:
+            return True
+        caches.append((x.extra_kv, options.extra_page_size, x.extra_page_table))
+    page_records = x.kv.shape[3] == PAGE_RECORD_BYTES
+    if len(caches) == 1 and not page_records:
+        return False
+    for rows, size, table in caches:
+        if table is not None and 0 in table.shape[1:]:
+            return True
+        if page_records and (size or 1) * rows.shape[2] * PAGE_RECORD_BYTES % 16:
+            return True
+    return False
 
 
 def _queries_supported(options: Options, x: Operands) -> str | None:
@@ -122,16 +140,17 @@ def _batch_invariant_fwd(options: Options, avals: Results, x: Operands) -> Resul
 
 def sparse_mla_decode_fwd(options: Options, avals: Results, x: Operands) -> Results:
     """Returns what `xla.sparse_mla_fwd` returns. The slots of each query are split among CTAs."""
-    if _reads_copies(x):
+    if _reads_copies(options, x):
         return _decode_over_copies(options, avals, x)
     partial = _partial_results(options, x)
     splits = partial[0].shape[1]
     out, max_logit, log_sum, *_ = ffi.call(
-        "jax_dsa.sparse_mla_decode.v4",
+        "jax_dsa.sparse_mla_decode.v5",
         [getattr(x, name) for name in DECODE_TAKES],
         [*avals, *(partial if splits > 1 else (None, None))],
         scale=np.float32(options.scale),
         page_size=np.int32(options.page_size or 1),
+        extra_page_size=np.int32(options.extra_page_size or 1),
         splits=np.int32(splits),
         batch_invariant=np.bool_(options.batch_invariant),
     )
@@ -175,8 +194,12 @@ def _partial_results(options: Options, x: Operands) -> tuple[jax.ShapeDtypeStruc
     B, T, N, _ = x.q.shape
     G = x.kv.shape[2]
     work_tiles = B * T * G * _ceil_div(N // G, TILE)
+    slots = x.indices.shape[3]
+    if x.extra_indices is not None and x.extra_indices.shape[3] > 0:
+        # The kernel begins the second list at a whole tile.
+        slots = _ceil_div(slots, TILE) * TILE + x.extra_indices.shape[3]
     splits = ffi.extension().sparse_mla_decode_splits(
-        items=work_tiles, slots=x.indices.shape[3], batch_invariant=options.batch_invariant
+        items=work_tiles, slots=slots, batch_invariant=options.batch_invariant
     )
     rows = (work_tiles, splits, TILE)
     return (

@@ -459,10 +459,14 @@ void test_sparse_mla() {
   expect("a negative scale", forward(576, kAbsent, -1.f),
          "sparse_mla_fwd: scale is -1.000000, expected a positive number");
 
-  const auto decode = [](Array kv, Array page_table, int page_size) {
-    return sparse_mla_decode(nullptr, bf16({2, 3, 8, 576}), kv, s32({2, 3, 1, 4}), kAbsent, kAbsent,
-                             kAbsent, page_table, bf16({2, 3, 8, 512}), f32({2, 3, 8}),
-                             f32({2, 3, 8}), kAbsent, kAbsent, 1.f, page_size, 1, false);
+  const auto decode = [](Array kv, Array page_table, int page_size, int64_t dim = 576,
+                         Array extra_kv = kAbsent, Array extra_table = kAbsent) {
+    const bool extra = present(AnyBuffer(extra_kv));
+    return sparse_mla_decode(nullptr, bf16({2, 3, 8, dim}), kv, s32({2, 3, 1, 4}), kAbsent, kAbsent,
+                             kAbsent, page_table, extra_kv, extra ? s32({2, 3, 1, 9}) : kAbsent,
+                             extra ? s32({2, 3}) : kAbsent, kAbsent, extra_table,
+                             bf16({2, 3, 8, 512}), f32({2, 3, 8}), f32({2, 3, 8}), kAbsent, kAbsent,
+                             1.f, page_size, 8, 1, false);
   };
   const SparseMlaDecodeParams& d = launched<SparseMlaDecodeParams>;
   expect("keys of each request", decode(bf16({2, 9, 1, 576}), kAbsent, 1));
@@ -473,6 +477,22 @@ void test_sparse_mla() {
   expect("pages of 15", decode(u8({1, 64, 1, 656}), s32({2, 3}), 15),
          "sparse_mla_decode: 'kv' has 64 rows, expected a multiple of page_size = 15 up to 2^31 - "
          "1");
+  expect("page records", decode(u8({2, 64, 1, 584}), s32({2, 3}), 16, 512));
+  check_true("their pages", d.batch_rows == 64 && d.pages == 4 && d.records && d.extra.slots == 0);
+  expect("page records without pages", decode(u8({2, 64, 1, 584}), kAbsent, 1, 512),
+         "sparse_mla_decode: a page has 0 records of 584 bytes, expected an even number");
+  expect("odd pages", decode(u8({2, 64, 1, 584}), s32({2, 3}), 1, 512),
+         "sparse_mla_decode: a page has 1 records of 584 bytes, expected an even number");
+  expect("two caches",
+         decode(bf16({2, 9, 1, 576}), kAbsent, 1, 576, bf16({1, 64, 1, 576}), s32({2, 5})));
+  check_true("the first one", d.batch_rows == 9 && d.keys == 9 && d.slots == 4);
+  check_true("the second one", d.extra.batch_rows == 0 && d.extra.keys == 40 &&
+                                   d.extra.slots == 9 && d.extra.pages == 8 && d.extra.ends &&
+                                   !d.extra.topk_length && d.extra.page_slots == 5);
+  expect("keys and records",
+         decode(bf16({2, 9, 1, 576}), kAbsent, 1, 576, u8({1, 64, 1, 656}), s32({2, 5})),
+         "sparse_mla_decode, second cache: 'kv' has another dtype or G than that of the first "
+         "cache");
 }
 
 void test_attn_dist() {
