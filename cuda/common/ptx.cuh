@@ -35,6 +35,13 @@ __device__ __forceinline__ uint32_t opaque_one() {
   return one;
 }
 
+// Returns 1, without the assembler knowing the value or that all threads have the same.
+__device__ __forceinline__ uint32_t opaque_one_of_thread() {
+  uint32_t lane_bit;
+  asm("mov.u32 %0, %%lanemask_eq;" : "=r"(lane_bit));
+  return __popc(lane_bit);
+}
+
 // Returns threadIdx.x. It is read at this point, so that values derived from it do not occupy
 // registers earlier.
 __device__ __forceinline__ int thread_index() {

@@ -46,7 +46,8 @@ __device__ __forceinline__ uint32_t page_record_factor(uint32_t byte) {
 struct OpaqueFactors {
   uint32_t one = 1, sixteen = 16;
 
-  __device__ static OpaqueFactors opaque() { return {opaque_one(), opaque_one() << 4}; }
+  // A multiplication cannot have a uniform register and a constant, so `one` is not uniform.
+  __device__ static OpaqueFactors opaque() { return {opaque_one_of_thread(), opaque_one() << 4}; }
 };
 
 // Sets a byte's top bit if it is the word's first NaN code (0x7f or 0xff). The bits above that byte

@@ -21,6 +21,7 @@ T uniform(T x) {
 inline uint32_t opaque(uint32_t x) { return x; }
 
 inline uint32_t opaque_one() { return 1; }
+inline uint32_t opaque_one_of_thread() { return 1; }
 
 inline int thread_index() { return static_cast<int>(emulator::self().thread); }
 
