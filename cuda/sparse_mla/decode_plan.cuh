@@ -8,31 +8,40 @@
 
 namespace jax_dsa::sparse_mla {
 
-// A list of slots of each query, and the cache from which they select keys. For any index >= 0,
-// index / page_size is index * page_factor >> page_shift.
-struct KeyList : SparseMlaExtraKeys {
-  uint32_t page_factor = 0;
-  int page_shift = 31;
+// For any index >= 0, index / page_size is index * factor >> shift. Without pages it is 0.
+struct PageDivisor {
+  uint32_t factor = 0;
+  int shift = 31;
 
-  explicit KeyList(const SparseMlaExtraKeys& keys) : SparseMlaExtraKeys(keys) {
-    while (int64_t{1} << (page_shift - 31) < page_size) ++page_shift;
-    if (page_size > 0) {
-      page_factor = static_cast<uint32_t>((uint64_t{1} << page_shift) / page_size + 1);
-    }
+  template <typename Keys>
+  explicit PageDivisor(const Keys& keys) {
+    if (keys.page_table == nullptr || keys.page_size <= 0) return;
+    while (int64_t{1} << (shift - 31) < keys.page_size) ++shift;
+    factor = static_cast<uint32_t>((uint64_t{1} << shift) / keys.page_size + 1);
   }
 };
 
 // The parameters, and what the launcher derives from them.
 struct Decode : SparseMlaDecodeParams {
-  KeyList lists[2];
-  int first_tiles;  // key tiles of the first list; later ones have keys of the second list
+  PageDivisor divisors[2];  // of the cache and of the second one
+  int first_slots;  // slots of the first list, filled up to whole tiles; slots from here on are
+                    // those of the second list
 
   explicit Decode(const SparseMlaDecodeParams& p)
       : SparseMlaDecodeParams(p),
-        lists{KeyList({p.kv, p.indices, p.ends, p.topk_length, p.page_table, p.keys, p.batch_rows,
-                       p.slots, p.pages, p.page_size, p.page_slots}),
-              KeyList(p.extra)},
-        first_tiles(p.extra.slots > 0 ? ceil_div(p.slots, kTile) : INT32_MAX) {}
+        divisors{PageDivisor(p), PageDivisor(p.extra)},
+        first_slots(p.extra.slots > 0 ? ceil_div(p.slots, kTile) * kTile : INT32_MAX) {
+    if (page_table == nullptr) become_one_page(*this);
+    if (extra.page_table == nullptr) become_one_page(extra);
+  }
+
+ private:
+  // Flat caches are treated as one page.
+  template <typename Keys>
+  static void become_one_page(Keys& keys) {
+    keys.pages = 1;
+    keys.page_slots = 0;
+  }
 };
 
 // The same for several splits per work tile.
@@ -92,7 +101,8 @@ inline constexpr int kCombineCtas = 8;
 cudaError_t launch_combine(const Decode& p, cudaStream_t stream);
 
 // Returns whether the decode kernels accept a cache.
-inline bool is_valid(const KeyList& x, bool page_records, int groups) {
+template <typename Keys>
+bool is_valid(const Keys& x, bool page_records, int groups) {
   if (x.page_table == nullptr) return !page_records;
   // The values of page records are copied 16 bytes at a time.
   if (page_records && int64_t{x.page_size} * groups * kMlaPageRecordBytes % 16 != 0) return false;
@@ -115,8 +125,8 @@ inline bool is_valid(const Decode& p) {
   constexpr int kMaxSlots = INT32_MAX - 8 * kTile * kSparseMlaMaxSplits;
   if (sparse_mla_decode_slots(p.slots, p.extra.slots) > kMaxSlots) return false;
   const bool page_records = p.records && p.dim == 512;
-  return is_valid(p.lists[0], page_records, p.groups) &&
-         (p.extra.slots == 0 || is_valid(p.lists[1], page_records, p.groups));
+  return is_valid(static_cast<const SparseMlaDecodeParams&>(p), page_records, p.groups) &&
+         (p.extra.slots == 0 || is_valid(p.extra, page_records, p.groups));
 }
 
 }  // namespace jax_dsa::sparse_mla

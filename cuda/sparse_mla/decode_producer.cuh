@@ -16,6 +16,7 @@ namespace jax_dsa::sparse_mla {
 template <int kD, bool kRecords>
 __device__ void produce(const Decode& p, DecodeShared<kD, kRecords>& shared) {
   using Format = KeyFormat<kD, kRecords>;
+  using Selected = SelectedKeys<kD, kRecords>;
   using Records = std::conditional_t<kD == 576, mla::RecordsInPlace, mla::PageRecordsInPlace>;
   const int lane = threadIdx.x % 32, warp = threadIdx.x / 32 % 4;
   const int chunk = lane % 8, sub = lane / 8;
@@ -32,26 +33,25 @@ __device__ void produce(const Decode& p, DecodeShared<kD, kRecords>& shared) {
        work_index += gridDim.x, q_parity ^= 1) {
     const WorkSplit split(p, work_index);
     const WorkTile work_tile(p, split.work_tile);
-    const SelectedKeys selected(p, work_tile.token, work_tile.batch, work_tile.group, split.index);
-    const int first = selected.index(p, 0, slot), second = selected.index(p, 1, slot);
-    int index = selected.index(p, 2, slot);
-    const int tiles = selected.tiles(p, lane);
-    SelectedKeys::Location location = selected.location(p, 0, first);
+    const SelectedSlots slots(p, work_tile.token, work_tile.group, split.index);
+    const int first = slots.index(p, 0, slot), second = slots.index(p, 1, slot);
+    int index = slots.index(p, 2, slot);
+    const int tiles = slots.tiles(p, lane);
+    const Selected selected(slots, p, work_tile.batch, work_tile.group);
+    typename Selected::Location location = selected.location(p, 0, first);
 
     mla::begin_work_tile(shared, q_parity, tiles, [&] {
       gather_queries(p, work_tile, gather, sub, chunk, shared, l2_policy_evict_first());
     });
 
-    const auto find = [&](int tile) {
-      return selected.template key<kD, kRecords>(p, tile, location);
-    };
-    mla::KeySource key;             // of this lane's slot of the current tile
-    mla::KeySource next = find(0);  // the same for the next tile; `location` and `index` are one
-                                    // and two tiles further on
+    mla::KeySource key;                                  // of this lane's slot of the current tile
+    mla::KeySource next = selected.key(p, 0, location);  // the same for the next tile; `location`
+                                                         // and `index` are one and two tiles
+                                                         // further on
     location = selected.location(p, 1, second);
     const auto advance = [&](int tile) {
       key = next;
-      next = find(tile + 1);
+      next = selected.key(p, tile + 1, location);
       location = selected.location(p, tile + 2, index);
       index = selected.index(p, tile + 3, slot);
       // Little time passes between the release of a record buffer and the use of its next records,

@@ -61,6 +61,7 @@ __host__ __device__ inline int64_t portable_work_tiles(const Decode& p) {
 template <typename Tr, bool kRecords>
 class KeyLoader {
   static constexpr int kCopies = ceil_div(Tr::kKeys, Tr::kThreads / 8);  // rows per thread
+  using Selected = SelectedKeys<Tr::kD, kRecords>;
 
  public:
   static constexpr bool kUnpacks = kRecords;
@@ -70,7 +71,7 @@ class KeyLoader {
                        const PortableWork<kHeads>& work)
       : p(p),
         shared(shared),
-        selected(p, work.token, work.batch, work.group, work.split),
+        selected(SelectedSlots(p, work.token, work.group, work.split), p, work.batch, work.group),
         tiles(selected.tiles(p, threadIdx.x % 32) * kPerTile) {
     mla::for_each_row<Tr::kKeys, Tr::kThreads>([&](int i, int row) {
       location[i] = selected.location(p, 0, slot_index(0, row));
@@ -85,8 +86,7 @@ class KeyLoader {
     if (next < tiles) {
       const uint64_t keep = l2_policy_evict_last();
       mla::for_each_row<Tr::kKeys, Tr::kThreads>([&](int i, int row) {
-        const mla::KeySource key =
-            selected.template key<Tr::kD, kRecords>(p, next / kPerTile, location[i]);
+        const mla::KeySource key = selected.key(p, next / kPerTile, location[i]);
         location[i] = selected.location(p, (next + 1) / kPerTile, index[i]);
         index[i] = slot_index(next + 2, row);
         if constexpr (kRecords) {
@@ -126,10 +126,10 @@ class KeyLoader {
 
   const Decode& p;
   PortableShared<Tr, kRecords>& shared;
-  SelectedKeys selected;
+  Selected selected;
   int tiles, next = 0;
   // Of the rows of the next tile, and of the one after it.
-  SelectedKeys::Location location[kCopies];
+  typename Selected::Location location[kCopies];
   int index[kCopies];
   bool is_valid[kCopies];  // whether the rows of the last loaded records are valid
 };
