@@ -92,6 +92,7 @@ ffi::Error sparse_mla_decode(cudaStream_t stream, BF16 q, AnyBuffer kv, S32 indi
   const int64_t slots = sparse_mla_decode_slots(params.slots, params.extra.slots);
   DSA_FFI_RETURN_IF_ERROR(check_range(kOp, "K", slots, 0, limits::kMaxDecodeSlots));
   DSA_FFI_RETURN_IF_ERROR(check_range(kOp, "splits", splits, 1, kSparseMlaMaxSplits));
+  params.batch_invariant = batch_invariant;
   params.splits = 1;
   if (splits > 1) {
     const int64_t items =

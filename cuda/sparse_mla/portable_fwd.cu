@@ -7,11 +7,14 @@ namespace {
 
 using namespace sparse_mla;
 
-// Launches with the first traits whose shared memory the GPU has.
+// Launches with the first traits whose shared memory the GPU has. With `batch_invariant` they also
+// fit records, so that keys have the same tiles as records.
 template <bool kRecords, typename Tr, typename... Others>
 cudaError_t launch_first(const Decode& p, const Device& device, cudaStream_t stream) {
   if constexpr (sizeof...(Others) > 0) {
-    if (sizeof(PortableShared<Tr, kRecords>) > static_cast<size_t>(device.shared_bytes)) {
+    const size_t needed =
+        p.batch_invariant ? sizeof(PortableShared<Tr, true>) : sizeof(PortableShared<Tr, kRecords>);
+    if (needed > static_cast<size_t>(device.shared_bytes)) {
       return launch_first<kRecords, Others...>(p, device, stream);
     }
   } else {
@@ -31,8 +34,10 @@ cudaError_t launch_heads(const Decode& p, const Device& device, cudaStream_t str
                                                                                        stream);
   }
   if (heads <= 32) return launch_first<kRecords, Least>(p, device, stream);
-  return launch_first<kRecords, mla::PortableTraits<kD, 32, 2, 32, kRecords ? 16 : 32, 3, 1>,
-                      mla::PortableTraits<kD, 32, 2, 16, 16, 3, 1>, Least>(p, device, stream);
+  using Half = mla::PortableTraits<kD, 32, 2, 16, 16, 3, 1>;
+  if (p.batch_invariant) return launch_first<kRecords, Half, Least>(p, device, stream);
+  return launch_first<kRecords, mla::PortableTraits<kD, 32, 2, 32, kRecords ? 16 : 32, 3, 1>, Half,
+                      Least>(p, device, stream);
 }
 
 }  // namespace
