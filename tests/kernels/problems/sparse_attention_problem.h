@@ -56,8 +56,9 @@ class ListMaker {
       list[i] = before ? before[i] : -1;
       if (list[i] >= 0) named_[list[i]] = list_;
     }
-    if (before) {  // On average, a sixteenth of the slots get other blocks.
-      for (int n = slots_ / 16 + (random_() % 16 < slots_ % 16u); n > 0; --n) {
+    if (before) {  // On average, a sixteenth of the slots get other blocks, if there are as many.
+      const int64_t wanted = slots_ / 16 + (random_() % 16 < slots_ % 16u);
+      for (int64_t n = std::min(wanted, visible - slots_); n > 0; --n) {
         list[random_() % slots_] = -1;
       }
     }
