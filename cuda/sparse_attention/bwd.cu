@@ -33,16 +33,26 @@ cudaError_t launch_dq(const SparseAttentionBwdParams& params, const BwdWorkspace
       w.dq_tile_counter, q_map, dout_map, k_map, v_map);
 }
 
+// Returns how many keys the tiles of dK and dV have. Tiles of 128 keys read the rows of q and dout
+// half as often, but all their keys must be in one block, and there must be enough tiles to divide
+// the work evenly among SMs. Only calls with 65 to 128 dims have them.
+int tile_keys(const SparseAttentionBwdParams& p, int num_sms) {
+  const int dim = std::max(p.dim, p.value_dim);
+  const int64_t tiles = p.batch * p.groups * ceil_div(p.keys, int64_t{128});
+  const bool one_block = p.lists.block_size == 128 && !p.lists.starts;
+  return one_block && dim > 64 && dim <= 128 && tiles >= int64_t{4} * num_sms ? 128 : kTile;
+}
+
 // Computes dK and dV from the unions and delta.
-template <DType kType, int kD, int kE>
+template <DType kType, int kD, int kE, int kKeys>
 cudaError_t launch_dkv(const SparseAttentionBwdParams& p, const BwdWorkspace& w,
                        cudaStream_t stream) {
-  using Tr = DkvTraits<kType, kD, kE>;
+  using Tr = DkvTraits<kType, kD, kE, kKeys>;
   const StepShape shape(p.heads / p.groups, Tr::kRows);
   DSA_RETURN_IF_CUDA_ERROR(build_inverse_lists(p, w, shape.entries, stream));
   CUtensorMap k_map, v_map;
-  DSA_RETURN_IF_CUDA_ERROR(encode_keys(&k_map, p, p.k, p.dim, kTile));
-  DSA_RETURN_IF_CUDA_ERROR(encode_keys(&v_map, p, p.v, p.value_dim, kTile));
+  DSA_RETURN_IF_CUDA_ERROR(encode_keys(&k_map, p, p.k, p.dim, kKeys));
+  DSA_RETURN_IF_CUDA_ERROR(encode_keys(&v_map, p, p.v, p.value_dim, kKeys));
   return launch_persistent<DkvShared<Tr>>(dkv_kernel<Tr>, w.inverse.tiles + kParts, Tr::kThreads,
                                           stream, p, w.inverse, w.delta, shape, k_map, v_map);
 }
@@ -51,11 +61,18 @@ cudaError_t launch_dkv(const SparseAttentionBwdParams& p, const BwdWorkspace& w,
 
 cudaError_t hopper::launch_sparse_attention_bwd(const SparseAttentionBwdParams& p,
                                                 cudaStream_t stream) {
-  return launch_bwd(p, stream, [&]<DType kType, int kD, int kE>(const BwdWorkspace& w) {
+  Device device;
+  DSA_RETURN_IF_CUDA_ERROR(current_device(&device));
+  const int keys = tile_keys(p, device.num_sms);
+  return launch_bwd(p, keys, stream, [&]<DType kType, int kD, int kE>(const BwdWorkspace& w) {
     if (p.batch * p.queries > 0) {
       DSA_RETURN_IF_CUDA_ERROR((launch_dq<kType, kD, kE>(p, w, stream)));
     }
-    return w.inverse.tiles > 0 ? launch_dkv<kType, kD, kE>(p, w, stream) : cudaSuccess;
+    if (w.inverse.tiles == 0) return cudaSuccess;
+    if constexpr (kD == 128) {
+      if (keys > kTile) return launch_dkv<kType, kD, kE, 128>(p, w, stream);
+    }
+    return launch_dkv<kType, kD, kE, kTile>(p, w, stream);
   });
 }
 

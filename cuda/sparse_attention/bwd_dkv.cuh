@@ -5,7 +5,7 @@
 //
 // with delta = rowsum(O * dO) - dlse.
 //
-// Tiling. A work item is (batch, KV head, 64 keys), or a part of the list of their queries.
+// Tiling. A work item is (batch, KV head, 64 or 128 keys), or a part of the list of their queries.
 // Persistent CTAs take items from an atomic counter and loop over the steps of their lists
 // (bwd_inverse.cuh). A step has the rows of q and dout of as many queries as 64 rows can hold, or
 // 48 with 256 dims; each head of a group is a row. dK and dV stay in registers. The parts of a list
@@ -15,17 +15,24 @@
 // fragments of P^T and dS^T then feed the dV and dK MMAs from registers. K and V, the other A
 // operands, stay in registers too if there is room.
 //
-// Warpgroups.
+// Warpgroups, for 64 keys (consume).
 //   0  MMA: S, P and dV. It passes P on in shared memory.
 //   1  MMA: dP, dS and dK
 //   2  producer: copies rows of q and dout with cp.async, and prepares lse, delta and the bits of
 //      hidden keys (bwd_producer.cuh)
+// Warpgroups, for 128 keys (consume_keys).
+//   0, 1  MMA: all products of 64 keys each
+//   2     producer
 // A warpgroup computes the exponentials of P, or dS, while the tensor cores work for the other.
+// With 128 keys, the rows of q and dout are read half as often. This needs lists that are the same
+// for both halves of the keys, so blocks of 128.
 //
 // Rows of a step that belong to no entry are zeros, and P is 0 there. P is also 0 for keys that a
 // query does not see, whatever K holds.
 //
-// Shared memory for D = E = 128 (bytes): K, V 32 Ki; Q, dO 5 stages x 32 Ki; P 2 x 8 Ki.
+// Shared memory for D = E = 128 (bytes):
+//   64 keys   K, V 32 Ki; Q, dO 5 stages x 32 Ki; P 2 x 8 Ki
+//   128 keys  K, V 64 Ki; Q, dO 4 stages x 32 Ki
 #pragma once
 
 #include "common/wgmma.cuh"
@@ -60,7 +67,73 @@ __device__ __forceinline__ void store_sums(const float (&sum)[kN], float factor,
   }
 }
 
-// The main loop of an MMA warpgroup: warpgroup 0 if kProbabilities, else warpgroup 1.
+// Waits until the same warp of the CTA that has the part before this one has stored its sums.
+__device__ __forceinline__ void wait_for_part(const DkvItem& item) {
+  if (item.part == 0) return;
+  if (thread_index() % 32 == 0) counter_wait(item.parts_added + thread_index() / 32, item.part);
+  __syncwarp();
+}
+
+// Lets the next part of the list continue, once this warp has stored its sums.
+__device__ __forceinline__ void finish_part(const DkvItem& item) {
+  if (!item.several) return;
+  __syncwarp();
+  if (thread_index() % 32 == 0) counter_add(item.parts_added + thread_index() / 32);
+}
+
+// Returns the values of the rows of a thread's scores i and i + 1.
+template <int kRows>
+__device__ __forceinline__ float2 of_rows(const float (&x)[kRows], int i) {
+  return *reinterpret_cast<const float2*>(&x[i / 4 * 8 + thread_index() % 4 * 2]);
+}
+
+// Computes P from the scores of the step in stage `at`. `warp_key` is the warp's first key in the
+// tile.
+template <typename Tr>
+__device__ __forceinline__ void probabilities(uint32_t (&packed)[Tr::kRows / 16][4],
+                                              float (&s)[Tr::kRows / 2],
+                                              const DkvShared<Tr>& shared, int at, int flags,
+                                              int warp_key, float scale, float scale_log2) {
+  float to_log2 = scale_log2;
+  if (__builtin_expect(flags & kHugeRows, 0)) {
+    masked_attention::subtract_huge_rows<false>(s, shared.huge_rows[at], scale);
+    to_log2 = kLog2E;
+  }
+#pragma unroll
+  for (int i = 0; i < Tr::kRows / 2; i += 2) {
+    const float2 lse = of_rows(shared.lse[at], i);
+    packed[i / 8][i / 2 % 4] = pack_16<Tr::kType>(exp2_approx(fmaf(s[i], to_log2, -lse.x)),
+                                                  exp2_approx(fmaf(s[i + 1], to_log2, -lse.y)));
+  }
+  if (flags & kSomeHidden) {
+    const int lane = thread_index() % 32;
+    const auto* const bits =
+        reinterpret_cast<const uint16_t*>(&shared.seen[at][warp_key + lane / 4]);
+    const uint32_t seen = bits[lane % 4] | bits[8 * 4 + lane % 4] << 16;
+#pragma unroll
+    for (int c = 0; c < Tr::kRows / 8; ++c) {
+      packed[c / 2][c % 2 * 2] &= spread_top_bits<0>(seen << c);
+      packed[c / 2][c % 2 * 2 + 1] &= spread_top_bits<1>(seen << c);
+    }
+  }
+}
+
+// Replaces P by dS, for 16 rows of the step from row 16 k on.
+template <typename Tr>
+__device__ __forceinline__ void to_gradients(uint32_t (&packed)[4],
+                                             const float (&dp)[Tr::kRows / 2], int k,
+                                             const float (&delta)[Tr::kRows], bool hidden) {
+#pragma unroll
+  for (int j = 0; j < 4; ++j) {
+    const int i = 8 * k + 2 * j;
+    const float2 x = of_rows(delta, i);
+    const float2 ds = masked_attention::score_gradients(unpack_16<Tr::kType>(packed[j]),
+                                                        {dp[i] - x.x, dp[i + 1] - x.y}, hidden);
+    packed[j] = pack_16<Tr::kType>(ds.x, ds.y);
+  }
+}
+
+// The main loop of an MMA warpgroup with 64 keys: warpgroup 0 if kProbabilities, else warpgroup 1.
 template <typename Tr, bool kProbabilities>
 __device__ void consume(const SparseAttentionBwdParams& p, DkvShared<Tr>& shared) {
   constexpr int kScores = Tr::kRows / 2, kSteps = Tr::kRows / 16;
@@ -70,7 +143,7 @@ __device__ void consume(const SparseAttentionBwdParams& p, DkvShared<Tr>& shared
   // the MMA needs.
   const auto lane_now = [] { return thread_index() & 31; };
   const auto warp_now = [] { return thread_index() >> 5 & 3; };
-  const uint8_t* const keys = kProbabilities ? shared.k[0] : shared.v[0];
+  const uint8_t* const keys = kProbabilities ? &shared.k[0][0] : &shared.v[0][0];
   const auto first_rows = [&](int at) {
     return smem_address(kProbabilities ? shared.q[at][0] : shared.dout[at][0]);
   };
@@ -86,7 +159,7 @@ __device__ void consume(const SparseAttentionBwdParams& p, DkvShared<Tr>& shared
   float sum[kSumDim / 2], s[kScores];
   uint32_t fragments[Tr::kInRegisters ? kDim / 16 : 1][4];  // of K or V
   RingPlace<Tr::kStages> ring;
-  RingPlace<kPBuffers> p_ring = {0, kProbabilities};
+  RingPlace<Tr::kPBuffers> p_ring = {0, kProbabilities};
 
   // Issues the first product of the step in the stage at `place`: S or dP.
   const auto start_scores = [&](const RingPlace<Tr::kStages>& place) {
@@ -113,58 +186,26 @@ __device__ void consume(const SparseAttentionBwdParams& p, DkvShared<Tr>& shared
   const auto step = [&](bool more) {
     const int at = uniform(ring.index), p_at = uniform(p_ring.index);
     const int flags = uniform(shared.flags[at]);
-    // Returns the values of the rows of scores i and i + 1.
-    const auto of_rows = [&](const float (&x)[Tr::kRows], int i) {
-      return *reinterpret_cast<const float2*>(&x[i / 4 * 8 + lane_now() % 4 * 2]);
-    };
     // The address of a thread's 16 bytes of P for 16 columns.
-    const uint32_t p_address = smem_address(shared.p[p_at]) + (thread_index() & 127) * 16;
+    const uint32_t p_address = smem_address(shared.passed.p[p_at]) + (thread_index() & 127) * 16;
     uint32_t packed[kSteps][4];  // P or dS
     wgmma_wait<0>();
     wgmma_pin(s);
     if constexpr (kProbabilities) {
-      float to_log2 = scale_log2;
-      if (__builtin_expect(flags & kHugeRows, 0)) {
-        masked_attention::subtract_huge_rows<false>(s, shared.huge_rows[at], p.scale);
-        to_log2 = kLog2E;
-      }
-#pragma unroll
-      for (int i = 0; i < kScores; i += 2) {
-        const float2 lse = of_rows(shared.lse[at], i);
-        packed[i / 8][i / 2 % 4] = pack_16<Tr::kType>(exp2_approx(fmaf(s[i], to_log2, -lse.x)),
-                                                      exp2_approx(fmaf(s[i + 1], to_log2, -lse.y)));
-      }
-      if (flags & kSomeHidden) {
-        const auto* const bits =
-            reinterpret_cast<const uint16_t*>(&shared.seen[at][warp_now() * 16 + lane_now() / 4]);
-        const uint32_t seen = bits[lane_now() % 4] | bits[8 * 4 + lane_now() % 4] << 16;
-#pragma unroll
-        for (int c = 0; c < Tr::kRows / 8; ++c) {
-          packed[c / 2][c % 2 * 2] &= spread_top_bits<0>(seen << c);
-          packed[c / 2][c % 2 * 2 + 1] &= spread_top_bits<1>(seen << c);
-        }
-      }
-      mbarrier_wait(&shared.p_free[p_at], p_ring.parity);
+      probabilities<Tr>(packed, s, shared, at, flags, warp_now() * 16, p.scale, scale_log2);
+      mbarrier_wait(&shared.passed.free[p_at], p_ring.parity);
 #pragma unroll
       for (int k = 0; k < kSteps; ++k) store_shared_16(p_address + k * (128 * 16), packed[k]);
-      arrive(&shared.p_full[p_at]);
+      arrive(&shared.passed.full[p_at]);
     } else {
-      mbarrier_wait(&shared.p_full[p_at], p_ring.parity);
+      mbarrier_wait(&shared.passed.full[p_at], p_ring.parity);
       const bool hidden = flags & kSomeHidden;
 #pragma unroll
       for (int k = 0; k < kSteps; ++k) {
         load_shared_16(p_address + k * (128 * 16), packed[k]);
-#pragma unroll
-        for (int j = 0; j < 4; ++j) {
-          const int i = 8 * k + 2 * j;
-          const float2 delta = of_rows(shared.delta[at], i);
-          const float2 dp = {s[i] - delta.x, s[i + 1] - delta.y};
-          const float2 ds =
-              masked_attention::score_gradients(unpack_16<Tr::kType>(packed[k][j]), dp, hidden);
-          packed[k][j] = pack_16<Tr::kType>(ds.x, ds.y);
-        }
+        to_gradients<Tr>(packed[k], s, k, shared.delta[at], hidden);
       }
-      arrive(&shared.p_free[p_at]);
+      arrive(&shared.passed.free[p_at]);
     }
     wgmma_pin(packed);
     const uint64_t rows = mn_major_descriptor(second_rows(at), Tr::kRowsBytes);
@@ -209,17 +250,111 @@ __device__ void consume(const SparseAttentionBwdParams& p, DkvShared<Tr>& shared
     const int row = item.key + warp_now() * 16 + lane_now() / 4;
     float* const out = (kProbabilities ? p.dv : p.dk) +
                        ((item.batch * p.keys + row) * p.groups + item.group) * dim;
-    uint32_t* const parts_added = item.parts_added + thread_index() / 32;
-    if (item.part > 0) {
-      if (lane_now() == 0) counter_wait(parts_added, item.part);
-      __syncwarp();
-    }
+    wait_for_part(item);
     store_sums(sum, kProbabilities ? 1.f : p.scale, out, int64_t{p.groups} * dim,
                static_cast<int>(p.keys) - row, dim, item.part > 0);
-    if (item.several) {
-      __syncwarp();
-      if (lane_now() == 0) counter_add(parts_added);
+    finish_part(item);
+  }
+}
+
+// The main loop of MMA warpgroup `warpgroup` with 128 keys. Both run the same code.
+template <typename Tr>
+__device__ void consume_keys(const SparseAttentionBwdParams& p, DkvShared<Tr>& shared,
+                             int warpgroup) {
+  constexpr int kScores = Tr::kRows / 2, kSteps = Tr::kRows / 16;
+  const auto lane_now = [] { return thread_index() & 31; };
+  // Returns the warp's first key in the tile.
+  const auto warp_key = [&] { return warpgroup * 64 + (thread_index() >> 5 & 3) * 16; };
+  const auto arrive = [&](uint64_t* barrier) {
+    __syncwarp();
+    if (lane_now() == 0) mbarrier_arrive(barrier);
+  };
+  const float scale_log2 = p.scale * kLog2E;
+  const uint64_t own_keys = k_major_descriptor(smem_address(shared.k) + warpgroup * kBlockBytes);
+  const uint64_t own_values = k_major_descriptor(smem_address(shared.v) + warpgroup * kBlockBytes);
+
+  float dk[Tr::kD / 2], dv[Tr::kE / 2];
+  RingPlace<Tr::kStages> ring;
+
+  const auto step = [&] {
+    const int at = uniform(ring.index);
+    mbarrier_wait(&shared.full[at], ring.parity);
+    const uint32_t q = smem_address(shared.q[at]), dout = smem_address(shared.dout[at]);
+    const int flags = uniform(shared.flags[at]);
+    float s[kScores];
+    wgmma_fence();
+#pragma unroll
+    for (int i = 0; i < Tr::kD / 16; ++i) {
+      wgmma_16<Tr::kType, kKMajor, kKMajor>(
+          s, own_keys + i / 4 * (Tr::kKeyBlockBytes / 16) + i % 4 * 2,
+          k_major_descriptor(q) + i / 4 * (Tr::kRowsBytes / 16) + i % 4 * 2, i > 0);
     }
+    wgmma_commit();
+    wgmma_wait<0>();
+    wgmma_pin(s);
+    uint32_t packed[kSteps][4];  // P, then dS
+    probabilities<Tr>(packed, s, shared, at, flags, warp_key(), p.scale, scale_log2);
+    wgmma_pin(packed);
+    // dP takes the registers of the scores; see masked_attention::consume_keys.
+    float (&dp)[kScores] = s;
+    wgmma_fence();
+#pragma unroll
+    for (int i = 0; i < Tr::kE / 16; ++i) {
+      wgmma_16<Tr::kType, kKMajor, kKMajor>(
+          dp, own_values + i / 4 * (Tr::kKeyBlockBytes / 16) + i % 4 * 2,
+          k_major_descriptor(dout) + i / 4 * (Tr::kRowsBytes / 16) + i % 4 * 2, i > 0 || p.dim < 0);
+    }
+    wgmma_commit();
+#pragma unroll
+    for (int k = 0; k < kSteps; ++k) {
+      wgmma_16<Tr::kType, kMNMajor>(
+          dv, packed[k], mn_major_descriptor(dout, Tr::kRowsBytes) + k * (16 * 128 / 16), true);
+    }
+    wgmma_commit();
+    wgmma_wait<1>();
+    wgmma_pin(dp);
+    uint32_t gradients[kSteps][4];
+#pragma unroll
+    for (int k = 0; k < kSteps; ++k) {
+#pragma unroll
+      for (int j = 0; j < 4; ++j) gradients[k][j] = packed[k][j];
+      to_gradients<Tr>(gradients[k], dp, k, shared.delta[at], flags & kSomeHidden);
+    }
+    wgmma_pin(gradients);
+    wgmma_fence();
+#pragma unroll
+    for (int k = 0; k < kSteps; ++k) {
+      wgmma_16<Tr::kType, kMNMajor>(
+          dk, gradients[k], mn_major_descriptor(q, Tr::kRowsBytes) + k * (16 * 128 / 16), true);
+    }
+    wgmma_commit();
+    wgmma_wait<0>();
+    wgmma_pin(dv);
+    wgmma_pin(dk);
+    arrive(&shared.free[at]);
+    ring.advance();
+  };
+
+  for (uint32_t parity = 0;; parity ^= 1) {
+    mbarrier_wait(&shared.kv_full, parity);
+    if (shared.item.done) return;
+#pragma unroll
+    for (float& x : dk) x = 0.f;
+#pragma unroll
+    for (float& x : dv) x = 0.f;
+#pragma unroll 1
+    for (int left = uniform(shared.item.steps); left > 0; --left) step();
+    const DkvItem item = shared.item;
+    arrive(&shared.item_free);
+    const int row = item.key + warp_key() + lane_now() / 4;
+    const int64_t at = (item.batch * p.keys + row) * p.groups + item.group;
+    const int rows_left = static_cast<int>(p.keys) - row;
+    wait_for_part(item);
+    store_sums(dv, 1.f, p.dv + at * p.value_dim, int64_t{p.groups} * p.value_dim, rows_left,
+               p.value_dim, item.part > 0);
+    store_sums(dk, p.scale, p.dk + at * p.dim, int64_t{p.groups} * p.dim, rows_left, p.dim,
+               item.part > 0);
+    finish_part(item);
   }
 }
 
@@ -239,9 +374,11 @@ __global__ void __launch_bounds__(Tr::kThreads, 1)
       mbarrier_init(&shared.full[i], 128 + 1);
       mbarrier_init(&shared.free[i], 8);
     }
-    for (int i = 0; i < kPBuffers; ++i) {
-      mbarrier_init(&shared.p_full[i], 4);
-      mbarrier_init(&shared.p_free[i], 4);
+    if constexpr (Tr::kPBuffers > 0) {
+      for (int i = 0; i < Tr::kPBuffers; ++i) {
+        mbarrier_init(&shared.passed.full[i], 4);
+        mbarrier_init(&shared.passed.free[i], 4);
+      }
     }
     mbarrier_init_fence();
   }
@@ -255,12 +392,15 @@ __global__ void __launch_bounds__(Tr::kThreads, 1)
   if (thread < Tr::kRows) shared.entry_of_row[thread] = thread / shape.heads;
   __syncthreads();
   const int warpgroup = uniform(threadIdx.x / 128);
-  if (warpgroup == 0) {
+  if (warpgroup < 2) {
     raise_registers<Tr::kConsumerRegisters>();
-    consume<Tr, true>(p, shared);
-  } else if (warpgroup == 1) {
-    raise_registers<Tr::kConsumerRegisters>();
-    consume<Tr, false>(p, shared);
+    if constexpr (Tr::kKeys > kTile) {
+      consume_keys<Tr>(p, shared, warpgroup);
+    } else if (warpgroup == 0) {
+      consume<Tr, true>(p, shared);
+    } else {
+      consume<Tr, false>(p, shared);
+    }
   } else {
     lower_registers<Tr::kProducerRegisters>();
     produce<Tr>(p, inverse, delta, shape, k_map, v_map, shared);

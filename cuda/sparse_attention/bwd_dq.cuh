@@ -12,6 +12,7 @@
 // Warpgroups.
 //   0, 1  MMA: 64 rows each. The products for S and dP of a step are issued behind that for dQ of
 //         the step before, and P is computed beside dP. The warpgroups never wait for each other.
+//         A warpgroup skips steps none of whose keys its queries see.
 //   2     producer, as in the forward pass
 //
 // Keys that no query of a work tile sees may hold anything. Their rows of K are set to zero, and dS
@@ -33,6 +34,7 @@ using DqCall = TileCall<SparseAttentionBwdParams>;
 template <int kQueued, int kKeys, int kBlocks>
 struct DqExtra {
   int32_t rows[kQueued][kKeys];  // see KeyRows
+  uint32_t seen_by[kQueued];     // the MMA warpgroups, one bit each, whose queries see any key
   alignas(1024) uint8_t dout[kBlocks][kTileRows * 128];
 };
 
@@ -96,12 +98,34 @@ __device__ void consume_dq(const DqCall& p, const float* delta,
     __syncwarp();
     if (lane == 0) mbarrier_arrive(barrier);
   };
-  // Issues the products for S and dP of the next step.
-  const auto start = [&] {
+  // Returns whether this warpgroup's queries see any key of the next step.
+  const auto sees_next = [&] {
     const int at = uniform(ring.index);
     mbarrier_wait(&shared.k_full[at], ring.parity);
-    mbarrier_wait(&shared.cleared[at], ring.parity);
     stage = shared.stage[at];
+    mbarrier_wait(&shared.bits_built[stage.queue_slot], stage.parity);
+    return static_cast<bool>(uniform(shared.extra.seen_by[stage.queue_slot]) >> warpgroup & 1);
+  };
+  // Releases the steps before the next one that the warpgroup sees, while it has no product in
+  // flight. Returns whether there is one.
+  const auto skip_steps = [&] {
+    while (!sees_next()) {
+      const int at = uniform(ring.index);
+      // All of the stage must be loaded before it can be free again.
+      mbarrier_wait(&shared.v_full[at], ring.parity);
+      mbarrier_wait(&shared.cleared[at], ring.parity);
+      arrive(&shared.tile_released[stage.queue_slot]);
+      arrive(&shared.k_free[at]);
+      arrive(&shared.v_free[at]);
+      ring.advance();
+      if (stage.last) return false;
+    }
+    return true;
+  };
+  // Issues the products for S and dP of this step.
+  const auto start = [&] {
+    const int at = uniform(ring.index);
+    mbarrier_wait(&shared.cleared[at], ring.parity);
     const uint64_t keys = k_major_descriptor(smem_address(shared.k[at]));
     const uint64_t values = k_major_descriptor(smem_address(shared.v[at]));
     wgmma_forget(s);
@@ -144,17 +168,16 @@ __device__ void consume_dq(const DqCall& p, const float* delta,
       huge = huge || row.is_huge;
     }
     huge = __any_sync(~0u, huge);
-    float factor[2] = {0.f, 0.f};
-    if (work_tile.nonempty) {
-      factor[0] = factor[1] = p.scale;
+    // Each iteration processes steps that follow each other. If none are skipped, there is one.
+    bool last = !work_tile.nonempty, accumulate = false;
+    while (!last && skip_steps()) {
       start();
       int previous = 0;
-      for (bool accumulate = false;; accumulate = true) {
+      for (bool first = true;; first = false) {
         const int at = uniform(ring.index);
         wgmma_wait<1>();  // S of this step, and dQ of the step before
         wgmma_pin(s);
-        if (accumulate) arrive(&shared.k_free[previous]);
-        mbarrier_wait(&shared.bits_built[stage.queue_slot], stage.parity);
+        if (!first) arrive(&shared.k_free[previous]);
         rows.mask(s, shared.bits[stage.queue_slot]);
         arrive(&shared.tile_released[stage.queue_slot]);
         float to_log2 = scale_log2;
@@ -192,15 +215,17 @@ __device__ void consume_dq(const DqCall& p, const float* delta,
           wgmma_16<Tr::kType, kMNMajor>(dq, ds[k], keys + k * (16 * 128 / 16), k > 0 || accumulate);
         }
         wgmma_commit();
-        previous = at;
+        accumulate = true;
+        previous = at, last = stage.last;
         ring.advance();
-        if (stage.last) break;
+        if (last || !sees_next()) break;
         start();
       }
       wgmma_wait<0>();
       wgmma_pin(dq);
       arrive(&shared.k_free[previous]);
     }
+    const float factor[2] = {accumulate ? p.scale : 0.f, accumulate ? p.scale : 0.f};
     arrive(&shared.q_free);
     store_rows<Tr::kType>(dq, factor, smem_address(shared.out[warpgroup * 4 + warp]),
                           static_cast<uint16_t*>(p.dq) + place.first * p.dim,

@@ -1,8 +1,11 @@
-// Inverse lists of sparse attention: per tile of 64 keys, the queries that see keys of it.
+// Inverse lists of sparse attention: per tile of keys, the queries that see keys of it.
 //
-// A key tile consists of the rows 64 i to 64 i + 63 of k, of one batch entry and KV head, whatever
+// Key tile i consists of the rows 64 i to 64 i + 63 of k, of one batch entry and KV head, whatever
 // the blocks are. An entry of its list is a query and a mask of the keys that the query sees. The
 // blocks of a query in the tile share an entry, unless they have a key in common.
+//
+// Where every block is a tile of 128 keys, tiles have 128 keys, too. An entry is then a query and
+// the number of keys that it sees, because these are always the first ones of the tile.
 //
 // A counting sort builds the lists from the unions of lists.cuh. A chunk of the queries counts its
 // entries per key tile, the sums of all counts are the places of the entries, and each chunk writes
@@ -67,21 +70,26 @@ struct InverseLists {
   // [batch * groups, chunks, key_tiles]: number of entries, then where the next one goes.
   int32_t* cursors;
   int32_t* queries;  // [capacity]
-  uint64_t* keys;    // [capacity]: bit i tells whether the query sees key i of the tile
+  // [capacity]: bit i tells whether the query sees key i of the tile. With tiles of 128 keys: the
+  // number of keys that it sees.
+  uint64_t* keys;
   int64_t tiles;
   int64_t capacity;
   int64_t bytes;  // of all arrays
+  int tile_keys;  // keys of a tile: 64 or 128
   int key_tiles, chunks;
 
   // `query_tiles` is the number of tiles of TileLists per batch entry and KV head.
-  InverseLists(const SparseAttentionBwdParams& p, int64_t query_tiles, void* workspace) {
+  InverseLists(const SparseAttentionBwdParams& p, int64_t query_tiles, int tile_keys,
+               void* workspace)
+      : tile_keys(tile_keys) {
     const int64_t pairs = p.batch * p.groups;
-    key_tiles = static_cast<int>(ceil_div(p.keys, int64_t{kTile}));
+    key_tiles = static_cast<int>(ceil_div(p.keys, int64_t{tile_keys}));
     tiles = pairs * key_tiles;
     // A chunk has at least two tiles, so that its counters cost less.
     chunks = static_cast<int>(std::clamp(kInverseBlocks / std::max(pairs, int64_t{1}), int64_t{1},
                                          std::max(query_tiles / 2, int64_t{1})));
-    capacity = pairs * p.queries * max_entries(p);
+    capacity = pairs * p.queries * max_entries(p, tile_keys);
     int64_t at = 0;
     const auto take = [&]<typename T>(T*& array, int64_t size) {
       array = reinterpret_cast<T*>(static_cast<char*>(workspace) + at);
@@ -100,10 +108,10 @@ struct InverseLists {
   }
 
   // Returns how many entries a query and KV head have at most: one per block and key tile.
-  static int64_t max_entries(const SparseAttentionBwdParams& p) {
+  static int64_t max_entries(const SparseAttentionBwdParams& p, int tile_keys) {
     const SparseAttentionLists& x = p.lists;
     const int64_t blocks = int64_t{x.slots} + ForcedBlocks(p).count();
-    const int tiles = ceil_div(x.block_size, kTile);
+    const int tiles = ceil_div(x.block_size, tile_keys);
     return blocks * (x.starts && x.block_size > 1 ? tiles + 1 : tiles);
   }
 };
@@ -116,11 +124,11 @@ struct BwdWorkspace {
   unsigned* dq_tile_counter;
   int64_t bytes;
 
-  BwdWorkspace(const SparseAttentionBwdParams& p, int tile_queries)
+  BwdWorkspace(const SparseAttentionBwdParams& p, int tile_queries, int tile_keys)
       : delta(static_cast<float*>(p.workspace)),
         unions(tile_lists(p, tile_queries, static_cast<char*>(p.workspace) + delta_bytes(p))),
         inverse(
-            p, unions.tiles,
+            p, unions.tiles, tile_keys,
             static_cast<char*>(p.workspace) + delta_bytes(p) + tile_lists_bytes(p, tile_queries)) {
     const int64_t lists_end = delta_bytes(p) + tile_lists_bytes(p, tile_queries) + inverse.bytes;
     dq_tile_counter = reinterpret_cast<unsigned*>(static_cast<char*>(p.workspace) + lists_end);

@@ -74,6 +74,7 @@ __global__ void __launch_bounds__(kInverseThreads)
   const int64_t last_tile = (chunk + 1) * unions.tiles / inverse.chunks;
   int32_t* const cursors = inverse.cursors + int64_t{blockIdx.x} * inverse.key_tiles;
   const int block_size = p.lists.block_size;
+  const int tile_keys = inverse.tile_keys, shift = tile_keys == kTile ? 6 : 7;
 
   for (int64_t tile = first_tile; tile < last_tile; ++tile) {
     const int64_t index = pair * unions.tiles + tile;
@@ -91,7 +92,7 @@ __global__ void __launch_bounds__(kInverseThreads)
 
     // Visits the entries of key tile `key_tile`, whose blocks start at entry `entry` of the union.
     const auto visit = [&](int entry, int key_tile) {
-      const int first_key = key_tile * kTile;
+      const int first_key = key_tile << shift;
       for (int word = 0; word < unions.words; ++word) {
         const int i = word * 32 + lane, end = i < unions.tile_queries ? ends[i] : 0;
         // Calls emit(mask) for each entry of this lane's query but the last, whose mask it returns.
@@ -99,11 +100,12 @@ __global__ void __launch_bounds__(kInverseThreads)
           uint64_t mask = 0;
           for (int x = entry; x < count; ++x) {
             const int row = rows[x];
-            if (row >= first_key + kTile) break;
+            if (row >= first_key + tile_keys) break;
             const int low = max(row - first_key, 0);
-            const int high = min(min(row + block_size, end) - first_key, kTile);
+            const int high = min(min(row + block_size, end) - first_key, tile_keys);
             if (!(words[int64_t{x} * unions.words + word] >> lane & 1) || low >= high) continue;
-            const uint64_t keys = ~uint64_t{0} >> (kTile - high + low) << low;
+            const uint64_t keys = tile_keys > kTile ? static_cast<uint64_t>(high)
+                                                    : ~uint64_t{0} >> (kTile - high + low) << low;
             if (mask & keys) emit(mask), mask = 0;
             mask |= keys;
           }
@@ -135,10 +137,10 @@ __global__ void __launch_bounds__(kInverseThreads)
       int first = 0, last = -1;
       if (lane < kAtOnce && base + lane < count) {
         const int row = rows[base + lane];
-        first = row / kTile;
-        last = min((row + block_size - 1) / kTile, inverse.key_tiles - 1);
+        first = row >> shift;
+        last = min((row + block_size - 1) >> shift, inverse.key_tiles - 1);
         if (base + lane > 0)
-          first = max(first, (rows[base + lane - 1] + block_size - 1) / kTile + 1);
+          first = max(first, ((rows[base + lane - 1] + block_size - 1) >> shift) + 1);
       }
       for (uint32_t left = __ballot_sync(~0u, first <= last); left != 0; left &= left - 1) {
         const int from = __ffs(left) - 1;
@@ -287,7 +289,8 @@ cudaError_t build_inverse_lists(const SparseAttentionBwdParams& p, const BwdWork
 int64_t sparse_attention_bwd_workspace_bytes(const SparseAttentionBwdParams& p) {
   using namespace sparse_attention;
   const int queries = p.heads > 0 && sizes_fit(p) ? tile_queries(p, kTileRows) : 0;
-  return queries == 0 ? 0 : BwdWorkspace(p, queries).bytes;
+  // Tiles of 64 keys need at least as much as larger ones.
+  return queries == 0 ? 0 : BwdWorkspace(p, queries, kTile).bytes;
 }
 
 }  // namespace jax_dsa

@@ -7,14 +7,15 @@
 namespace jax_dsa::sparse_attention {
 
 // Returns the work item with number `index`.
-__device__ inline DkvItem item_at(const SparseAttentionBwdParams& p, const InverseLists& inverse,
-                                  const StepShape& shape, const InversePlan& plan, unsigned index) {
+template <typename Tr>
+__device__ DkvItem item_at(const SparseAttentionBwdParams& p, const InverseLists& inverse,
+                           const StepShape& shape, const InversePlan& plan, unsigned index) {
   if (index >= plan.items) return {.done = true};
   const InverseItem item = inverse.items[index];
   const int pair = item.tile / inverse.key_tiles;
   return {.batch = pair / p.groups,
           .group = pair % p.groups,
-          .key = item.tile % inverse.key_tiles * kTile,
+          .key = item.tile % inverse.key_tiles * Tr::kKeys,
           .steps = shape.steps(item.entries),
           .entries = item.entries,
           .first = item.first,
@@ -34,7 +35,7 @@ __device__ void share_item(const DkvItem& item, const CUtensorMap& k_map, const 
     mbarrier_arrive(&shared.kv_full);
     return;
   }
-  mbarrier_arrive_expect(&shared.kv_full, (Tr::kDBlocks + Tr::kEBlocks) * kBlockBytes);
+  mbarrier_arrive_expect(&shared.kv_full, (Tr::kDBlocks + Tr::kEBlocks) * Tr::kKeyBlockBytes);
   for (int block = 0; block < Tr::kDBlocks; ++block) {
     tma_load(shared.k[block], &k_map, &shared.kv_full, block * 64, item.group, item.key,
              item.batch);
@@ -48,7 +49,7 @@ __device__ void share_item(const DkvItem& item, const CUtensorMap& k_map, const 
 // What the MMA warpgroups need to know of the rows of a step. A lane has two rows and two entries.
 struct StepRows {
   float max_logit[2], log_sum[2], delta[2];
-  uint64_t keys[2];  // the keys that the entries see
+  uint64_t keys[2];  // the keys that the entries see, as in InverseLists
 
   // Loads it. `begin` is the first entry of the step within the item, and `first_row` is the row of
   // q of the batch entry's first query.
@@ -87,7 +88,7 @@ struct StepRows {
       if (row < Tr::kRows) {
         shared.lse[at][row] = lse.log2, shared.delta[at][row] = delta[i];
       }
-      all = all && (row >= shape.entries || keys[i] == ~uint64_t{0});
+      all = all && (row >= shape.entries || keys[i] == Tr::kAllSeen);
       huge_rows[i] = lse.huge;
       any_huge = any_huge || lse.is_huge;
     }
@@ -99,15 +100,18 @@ struct StepRows {
       }
     }
     if (hidden) {
-      uint64_t seen[2] = {};
+      uint64_t seen[Tr::kKeys / 32] = {};  // of keys lane + 32 i
 #pragma unroll 1
       for (int entry = 0; entry < shape.entries; ++entry) {
         const uint64_t x = __shfl_sync(~0u, entry < 32 ? keys[0] : keys[1], entry % 32);
         const uint64_t columns = shared.entry_columns[entry];
-        if (x >> lane & 1) seen[0] |= columns;
-        if (x >> lane >> 32 & 1) seen[1] |= columns;
+#pragma unroll
+        for (int i = 0; i < Tr::kKeys / 32; ++i) {
+          if (Tr::sees(x, lane + 32 * i)) seen[i] |= columns;
+        }
       }
-      shared.seen[at][lane] = seen[0], shared.seen[at][lane + 32] = seen[1];
+#pragma unroll
+      for (int i = 0; i < Tr::kKeys / 32; ++i) shared.seen[at][lane + 32 * i] = seen[i];
     }
     if (lane == 0) shared.flags[at] = (hidden ? kSomeHidden : 0) | (any_huge ? kHugeRows : 0);
   }
@@ -135,7 +139,7 @@ __device__ void produce(const SparseAttentionBwdParams& p, const InverseLists& i
   int turn = 0;
   for (uint32_t parity = 0;; parity ^= 1) {
     if (scheduler) {
-      share_item(item_at(p, inverse, shape, plan, index), k_map, v_map, shared, parity);
+      share_item(item_at<Tr>(p, inverse, shape, plan, index), k_map, v_map, shared, parity);
       index = atomicAdd(&inverse.plan->next_item, 1u);  // of the next item, long before its use
     }
     __syncwarp();

@@ -77,8 +77,10 @@ cudaError_t launch_fwd(const SparseAttentionFwdParams& params, cudaStream_t stre
 }
 
 // The backward pass: makes the unions and delta, then calls launch<dtype, D, E>(workspace).
+// `tile_keys` are the keys of a tile of the inverse lists.
 template <typename Launch>
-cudaError_t launch_bwd(const SparseAttentionBwdParams& p, cudaStream_t stream, Launch launch) {
+cudaError_t launch_bwd(const SparseAttentionBwdParams& p, int tile_keys, cudaStream_t stream,
+                       Launch launch) {
   if (!sizes_fit(p) || !(p.scale > 0.f) || p.batch * p.queries * p.heads > INT32_MAX) {
     return cudaErrorInvalidValue;
   }
@@ -88,7 +90,7 @@ cudaError_t launch_bwd(const SparseAttentionBwdParams& p, cudaStream_t stream, L
   }
   const int queries = tile_queries(p, kTileRows);
   if (queries == 0) return cudaErrorInvalidValue;
-  const BwdWorkspace w(p, queries);
+  const BwdWorkspace w(p, queries, tile_keys);
   if (p.batch * p.queries > 0) {
     DSA_RETURN_IF_CUDA_ERROR(make_unions(ListCall(p), w.unions, stream));
     DSA_RETURN_IF_CUDA_ERROR(compute_delta(p, w.delta, stream));

@@ -58,7 +58,7 @@ cudaError_t launch_dkv_dims(const SparseAttentionBwdParams& p, const BwdWorkspac
 
 cudaError_t launch_sparse_attention_bwd(const SparseAttentionBwdParams& p, const Device& device,
                                         cudaStream_t stream) {
-  return launch_bwd(p, stream, [&]<DType kType, int kD, int kE>(const BwdWorkspace& w) {
+  return launch_bwd(p, kTile, stream, [&]<DType kType, int kD, int kE>(const BwdWorkspace& w) {
     if (p.batch * p.queries > 0) {
       DSA_RETURN_IF_CUDA_ERROR((launch_dq<kType, kD, kE>(p, w, device, stream)));
     }

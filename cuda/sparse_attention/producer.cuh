@@ -27,6 +27,10 @@ inline constexpr int kGatherWarps = 2;
 // The other warps beside the scheduler build the bits of gathered steps.
 inline constexpr int kGatherMaskWarps = 3 - kGatherWarps;
 
+// Whether the mask warps note which MMA warpgroups see a step, for a kernel that skips steps.
+template <typename Tr>
+inline constexpr bool kNotesSeen = requires(typename Tr::Extra extra) { extra.seen_by; };
+
 // Initializes the mbarriers. One thread calls this.
 template <typename Tr, typename Params>
 __device__ void init_barriers(const Params& p, masked_attention::Shared<Tr>& shared) {
@@ -140,6 +144,7 @@ __device__ void build_query_bits(const Params& p, const TileLists& lists,
   constexpr int kWords = Tr::kKeys / 32;
   const int lane = threadIdx.x % 32;
   const int rounds = ceil_div(p.tile_queries, 32);  // of queries, one per lane
+  const WarpgroupQueries own_queries(p.heads / p.groups);
   Steps<Tr::kKeys> steps(p.lists.block_size);
   const int word_boxes = max(1, 32 >> steps.box_shift), width = 32 / word_boxes;
   int batch = -1, head = 0, first_query = 0;  // the work tile that `steps` describes
@@ -162,6 +167,7 @@ __device__ void build_query_bits(const Params& p, const TileLists& lists,
         steps.start(lists, p.groups, work_tile);
         first_end = end_of(lane);
       }
+      uint32_t seen_by = 0;
       // Rolled loops, because the code of all warps together must fit in the instruction cache.
 #pragma unroll 1
       for (int w = 0; w < kWords; ++w) {
@@ -178,9 +184,15 @@ __device__ void build_query_bits(const Params& p, const TileLists& lists,
           const uint32_t bits = word_bits(sees, row, end, word_boxes, width);
           shared.bits[at][32 * r + lane][w] = bits;
           seen |= bits;
+          if constexpr (kNotesSeen<Tr>) {
+            seen_by |= own_queries.warpgroups(__ballot_sync(~0u, bits != 0), 32 * r);
+          }
         }
         seen = __reduce_or_sync(~0u, seen);
         if (lane == 0) shared.unseen[at][w] = ~seen;
+      }
+      if constexpr (kNotesSeen<Tr>) {
+        if (lane == 0) shared.extra.seen_by[at] = seen_by;
       }
     }
     __syncwarp();
@@ -297,6 +309,7 @@ __device__ void build_key_bits(const Params& p, const TileLists& lists,
   constexpr int kWords = Tr::kKeys / 32;
   const int lane = threadIdx.x % 32;
   const int rounds = ceil_div(p.tile_queries, 32);
+  const WarpgroupQueries own_queries(p.heads / p.groups);
   Steps<Tr::kKeys> steps(p.lists.block_size);
   WorkTile tile = {-1};  // the work tile that `steps` describes
   const auto end_of = [&](int i) {
@@ -327,6 +340,7 @@ __device__ void build_key_bits(const Params& p, const TileLists& lists,
 #pragma unroll
         for (int w = 0; w < kWords; ++w) next[w] = find_queries(x.key + 32 * w, 0);
       }
+      uint32_t seen_by = 0;
 #pragma unroll
       for (int w = 0; w < kWords; ++w) {
         const int row = shared.extra.rows[at][32 * w + lane];
@@ -345,10 +359,16 @@ __device__ void build_key_bits(const Params& p, const TileLists& lists,
           }
           shared.bits[at][32 * r + lane][w] = bits;
           seen |= bits;
+          if constexpr (kNotesSeen<Tr>) {
+            seen_by |= own_queries.warpgroups(__ballot_sync(~0u, bits != 0), 32 * r);
+          }
         }
         seen = __reduce_or_sync(~0u, seen);
         if (lane == 0) shared.unseen[at][w] = ~seen;
         next[w] = find_queries(x.key + kGatherMaskWarps * Tr::kKeys + 32 * w, 0);
+      }
+      if constexpr (kNotesSeen<Tr>) {
+        if (lane == 0) shared.extra.seen_by[at] = seen_by;
       }
     }
     __syncwarp();

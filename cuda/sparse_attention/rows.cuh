@@ -27,6 +27,22 @@ struct KeyRows {
   int32_t rows[kQueued][kKeys];
 };
 
+// The queries of a work tile that each of the two MMA warpgroups has. Both can have heads of one.
+struct WarpgroupQueries {
+  int first_end;     // warpgroup 0 has the queries before this one
+  int second_begin;  // warpgroup 1 has the queries from this one on
+
+  // `heads` are those of a KV head.
+  __device__ explicit WarpgroupQueries(int heads)
+      : first_end(63 / heads + 1), second_begin(64 / heads) {}
+  // Returns the warpgroups, one bit each, that have any of some queries. Bit i of `queries` is
+  // query first + i.
+  __device__ uint32_t warpgroups(uint32_t queries, int first) const {
+    return (queries & masked_attention::low_bits(first_end - first) ? 1 : 0) |
+           (queries & ~masked_attention::low_bits(second_begin - first) ? 2 : 0);
+  }
+};
+
 // Sets the scores whose bit is not set to -inf. `first` and `second` hold the bits of the thread's
 // two rows.
 template <int kScores>

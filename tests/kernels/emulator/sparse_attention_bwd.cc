@@ -8,10 +8,10 @@ int main(int argc, char** argv) {
   using namespace jax_dsa;
   const auto cases = emulator::cases(
       argc, argv, kSparseAttentionCases,
-      {"16 heads, blocks of 64", "1 head, blocks of 16, causal",
-       "12 heads, blocks of 4, tail, 256 dims", "32 heads, blocks of 1",
-       "several ranges of queries", "packed", "duplicates", "topk_length, forced blocks",
-       "sinks, f16", "many queries, one tile of keys"});
+      {"32 heads, blocks of 128, several parts", "16 heads, blocks of 64",
+       "1 head, blocks of 16, causal", "12 heads, blocks of 4, tail, 256 dims",
+       "32 heads, blocks of 1", "several ranges of queries", "packed", "duplicates",
+       "topk_length, forced blocks", "sinks, f16", "many queries, one tile of keys"});
   for (const SparseAttentionCase& c : cases) {
     if (argc > 2 && !strstr(c.name, argv[2])) continue;
     check(c, emulator::schedules(argc, argv, &c - kSparseAttentionCases),
