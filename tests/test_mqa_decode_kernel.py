@@ -60,7 +60,10 @@ def compare(*arrays: Any, **options: Any) -> None:
 
 
 SHAPES = {
-    "one request": {"b": 1, "t": 1, "s": 3000, "n": 128},
+    "one request": {"b": 1, "t": 1, "s": 9000, "n": 128},
+    "one short request": {"b": 1, "t": 1, "s": 640, "n": 128},
+    "one short request, few heads": {"b": 1, "t": 1, "s": 640, "n": 16},
+    "short requests, queries": {"b": 2, "t": 3, "s": 300, "n": 20},
     "64 heads": {"b": 5, "t": 1, "s": 700, "n": 64},
     "many requests": {"b": 140, "t": 1, "s": 500, "n": 128},
     "queries": {"b": 4, "t": 5, "s": 700, "n": 50},

@@ -70,15 +70,38 @@ cudaError_t launch_pdl(void (*kernel)(Params...), int64_t blocks, int threads, i
   return launch_with(serialization, kernel, blocks, threads, shared_bytes, stream, params...);
 }
 
+// Allows a kernel clusters of more than kPortableClusterSize CTAs.
+template <typename... Params>
+cudaError_t allow_large_clusters(void (*kernel)(Params...)) {
+  return cudaFuncSetAttribute(kernel, cudaFuncAttributeNonPortableClusterSizeAllowed, 1);
+}
+
+// Gets whether the current device has room for a cluster of `ranks` CTAs of this kernel. A slice of
+// a GPU may have none for a large one.
+template <typename... Params>
+cudaError_t cluster_fits(void (*kernel)(Params...), int ranks, int threads, int shared_bytes,
+                         bool* fits) {
+  *fits = ranks <= kPortableClusterSize;
+  if (*fits) return cudaSuccess;
+  DSA_RETURN_IF_CUDA_ERROR(allow_shared_memory(kernel, shared_bytes));
+  DSA_RETURN_IF_CUDA_ERROR(allow_large_clusters(kernel));
+  cudaLaunchConfig_t config = {};
+  config.gridDim = ranks;
+  config.blockDim = threads;
+  config.dynamicSmemBytes = shared_bytes;
+  int size = 0;
+  DSA_RETURN_IF_CUDA_ERROR(
+      cudaOccupancyMaxPotentialClusterSize(&size, reinterpret_cast<const void*>(kernel), &config));
+  *fits = ranks <= size;
+  return cudaSuccess;
+}
+
 // Launches clusters of `ranks` CTAs each.
 template <typename... Params>
 cudaError_t launch_clusters(void (*kernel)(Params...), int64_t clusters, int ranks, int threads,
                             int shared_bytes, cudaStream_t stream,
                             const std::type_identity_t<Params>&... params) {
-  if (ranks > 8) {  // more than every GPU with clusters has to support
-    DSA_RETURN_IF_CUDA_ERROR(
-        cudaFuncSetAttribute(kernel, cudaFuncAttributeNonPortableClusterSizeAllowed, 1));
-  }
+  if (ranks > kPortableClusterSize) DSA_RETURN_IF_CUDA_ERROR(allow_large_clusters(kernel));
   cudaLaunchAttribute cluster = {};
   cluster.id = cudaLaunchAttributeClusterDimension;
   cluster.val.clusterDim = {static_cast<unsigned>(ranks), 1, 1};

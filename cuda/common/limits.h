@@ -9,6 +9,10 @@ namespace jax_dsa {
 
 inline constexpr int kMaxSms = 132;  // the largest number of SMs of any of them
 
+// The most CTAs of a cluster, and so many that every GPU with clusters has room for.
+inline constexpr int kMaxClusterSize = 16;
+inline constexpr int kPortableClusterSize = 8;
+
 // Resources of one SM.
 inline constexpr int kMaxSharedBytes = 227 * 1024;  // available to one CTA
 inline constexpr int kReservedSharedBytes = 1024;   // used by the system for each CTA

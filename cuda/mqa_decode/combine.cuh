@@ -64,7 +64,7 @@ __device__ inline void find_split_tiles(const Decode& p, CombineShared& shared) 
 // splits are being computed.
 __device__ inline void list_static_splits(const Decode& p, CombineShared& shared) {
   for (int i = threadIdx.x; i < p.work_tiles; i += kCombineThreads) {
-    const int tiles = visible_keys_by_thread(p, quotient(i, p.per_request)).tiles();
+    const int tiles = visible_keys_by_thread(p, i / p.per_request).tiles();
     shared.split_tiles[i] = {i * p.static_splits, i, ceil_div(tiles, p.static_split_tiles(tiles))};
   }
   if (threadIdx.x == 0) shared.count = p.work_tiles, shared.splits = p.static_splits;
@@ -157,9 +157,8 @@ struct CombineLines {
         }
       }
     }
-    const int batch = quotient(split_tile.work_tile, p.per_request);
-    const int rest = split_tile.work_tile - batch * p.per_request,
-              group = quotient(rest, p.row_passes);
+    const int batch = split_tile.work_tile / p.per_request;
+    const int rest = split_tile.work_tile - batch * p.per_request, group = rest / p.row_passes;
     const int row = ((rest - group * p.row_passes) * p.cta_group_size + cta_rank) * tile_rows;
     max = max_over_lanes<kLanes>(max);
     if (weighs) {
@@ -279,7 +278,6 @@ __host__ __device__ constexpr int combine_jobs(const Decode& p, int work_tiles, 
 template <bool kWide, int kLines, bool kByCta>
 __device__ void combine_lines(const Decode& p, CombineShared& shared, int tile_rows) {
   const int jobs_per_rank = tile_rows * p.value_dim / (128 * kLines);
-  const int jobs_per_tile = p.cta_group_size * jobs_per_rank;
   const int jobs = combine_jobs<kLines>(p, shared.count, tile_rows);
   // Warps of a CTA take neighboring lines, which share the maxima of their rows. Few jobs are
   // rather spread over all CTAs.
@@ -289,12 +287,12 @@ __device__ void combine_lines(const Decode& p, CombineShared& shared, int tile_r
                     : spread ? warp * gridDim.x + blockIdx.x
                              : blockIdx.x * kCombineWarps + warp;
   for (int job = first; job < jobs; job += gridDim.x * (kByCta ? 1 : kCombineWarps)) {
-    const int tile = quotient(job, jobs_per_tile), rest = job - tile * jobs_per_tile;
-    const int cta_rank = quotient(rest, jobs_per_rank);
+    const int rank_of_all = quotient(job, jobs_per_rank), tile = rank_of_all / p.cta_group_size;
+    const int cta_rank = rank_of_all - tile * p.cta_group_size;
     const SplitTile& split_tile = shared.split_tiles[tile];
     if (split_tile.splits < 2) continue;  // its results are final
     CombineLines<kWide, kLines, kByCta>(p, shared, split_tile, cta_rank, tile_rows,
-                                        (rest - cta_rank * jobs_per_rank) * kLines)
+                                        (job - rank_of_all * jobs_per_rank) * kLines)
         .run();
   }
 }

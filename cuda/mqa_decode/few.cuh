@@ -3,10 +3,11 @@
 // The MMA warpgroup, its shared memory and its barriers are those of mla/few_heads.cuh, with keys
 // as the rows of the products. Values may be in an array of their own. Two CTAs share an SM. This
 // file adds which keys there are (plan.cuh), how they are copied (tiles.cuh) and where results go:
-// those of a KV split to the combine kernel, those of a whole work tile to `out`.
+// those of a KV split to the combine kernel or to the other CTAs of the cluster, those of a whole
+// work tile to `out`.
 #pragma once
 
-#include "mla/few_heads.cuh"
+#include "mla/cluster_splits.cuh"
 #include "mla/producer.cuh"
 #include "mqa_decode/tiles.cuh"
 
@@ -58,6 +59,12 @@ __device__ __forceinline__ void mask_scores(const Work<Shared>& w, const SplitKe
   }
 }
 
+// Whether the CTAs of this launch are clusters. Only a kernel for 16 rows can have them.
+template <typename Tr>
+__device__ __forceinline__ bool runs_in_clusters(const Decode& p) {
+  return Tr::kN == kClusterRows && p.in_clusters;
+}
+
 template <typename Shared, typename Tr>
 __device__ void write_few_results(const Work<Shared>& w, int work_index, int tiles,
                                   const float (&o)[Tr::kValueBlocks][Tr::kN / 2],
@@ -70,6 +77,10 @@ __device__ void write_few_results(const Work<Shared>& w, int work_index, int til
   // Another barrier must separate two reductions. Only key tiles contain one.
   if (tiles > 0) {
     mla::reduce_over_keys<kN>(columns.sum, shared.exchange, [](float a, float b) { return a + b; });
+  }
+  if (runs_in_clusters<Tr>(p)) {
+    mla::store_cluster_split<Tr>(shared, o, columns);
+    return;
   }
   const int dim = thread_index() / 32 % 4 * 16 + thread_index() % 32 / 4;
 #pragma unroll
@@ -113,6 +124,12 @@ __device__ void produce_few(const Decode& p, FewShared<Tr>& shared) {
   Place at;
   RingPlace<Tr::kValidStages> valid_at;
 
+  // Copy the queries of a static split while the MMA warpgroup waits for the lengths.
+  const bool early = p.static_splits > 0;
+  if (early) {
+    copy_queries<Tr::kD, Tr::kN>(p, static_split(p, Tr::kN), smem_address(shared.q), policy);
+  }
+  wait_for(shared.notes.range);
   for (SplitIterator iterator(p, shared.notes.range, Tr::kN); iterator.next();) {
     const KvSplit& split = iterator.split;
     const int tiles = iterator.tiles;
@@ -120,7 +137,7 @@ __device__ void produce_few(const Decode& p, FewShared<Tr>& shared) {
     int page = keys.page(tile_row);
     if (leader) shared.notes.splits[iterator.index % kSplitsKept] = split;
     mla::begin_work_tile(shared, iterator.index % 2, tiles, [&] {
-      copy_queries<Tr::kD, Tr::kN>(p, split, smem_address(shared.q), policy);
+      if (!early) copy_queries<Tr::kD, Tr::kN>(p, split, smem_address(shared.q), policy);
     });
     const RecordLocator record_at(p, keys, split);
 
@@ -210,6 +227,31 @@ __device__ void produce_few(const Decode& p, FewShared<Tr>& shared) {
       valid_at.advance();
     }
   }
+  if (early) cp_async_wait();  // also if the range has no split
+}
+
+// Combines the splits of the cluster's work tile.
+template <typename Tr>
+__device__ __forceinline__ void combine_in_cluster(const Decode& p, FewShared<Tr>& shared) {
+  const KvSplit tile = static_split(p, Tr::kN);
+  const auto place_of = [&](int row) -> mla::CombinedPlace {
+    const int of_group = tile.row + row, head = tile.group * p.per_group + of_group % p.per_group;
+    return {p.sinks ? p.sinks + int64_t{tile.batch} * p.sinks_stride + head : nullptr,
+            p.row_index(tile.batch, tile.group, of_group)};
+  };
+  const auto store = [&]<int kColumns>(int64_t i, const float (&y)[kColumns]) {
+#pragma unroll
+    for (int c = 0; c < kColumns; c += 2) {
+      if (p.out_float) {
+        *reinterpret_cast<float2*>(static_cast<float*>(p.out) + i + c) =
+            make_float2(y[c], y[c + 1]);
+      } else {
+        store_pair(static_cast<__nv_bfloat16*>(p.out) + i + c, y[c], y[c + 1], true);
+      }
+    }
+  };
+  mla::combine_cluster_splits<Tr>(p, shared, p.static_splits, min(p.rows - tile.row, Tr::kN),
+                                  place_of, store);
 }
 
 // Unpacking takes more registers than copying.
@@ -219,17 +261,25 @@ __global__ void __launch_bounds__(kFewThreads, kFewCtasPerSm)
   constexpr int kConsumer = kRecords ? 160 : 192, kProducer = kRecords ? 96 : 64;
   static_assert(registers_fit(kFewCtasPerSm, 1, kConsumer, kProducer));
   auto& shared = dynamic_shared<FewShared<Tr>>();
+  // Shared memory must outlast the reads of other CTAs, so the cluster waits before and after them.
+  const auto wait_for_cluster = [] { cluster_sync(); };
+  const bool in_clusters = runs_in_clusters<Tr>(p);
   initialise(shared.notes.range);
   mla::initialise(shared);
   launch_dependents();
   if (threadIdx.x / 128 == 1) {
     lower_registers<kProducer>();
-    wait_for(shared.notes.range);
     produce_few<Tr, kRecords>(p, shared);
+    if (in_clusters) wait_for_cluster(), wait_for_cluster();
   } else {
     find_work_range<128>(p, shared.notes.scratch, shared.notes.range);
     raise_registers<kConsumer>();
     mla::consume_few(Work<FewShared<Tr>>(p), shared);
+    if (in_clusters) {
+      wait_for_cluster();
+      combine_in_cluster<Tr>(p, shared);
+      wait_for_cluster();
+    }
   }
 }
 

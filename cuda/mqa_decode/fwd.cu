@@ -20,11 +20,30 @@ cudaError_t launch_few(const TunedParams& p, cudaStream_t stream) {
                                                             kFewThreads, stream);
 }
 
+// Launches clusters that divide small work tiles. Returns cudaErrorNotSupported if the call is not
+// small enough, or if the GPU has no room for such clusters.
+template <typename Tr, bool kRecords>
+cudaError_t launch_in_clusters(const TunedParams& params, cudaStream_t stream) {
+  const auto kernel = few_kernel<Tr, kRecords>;
+  constexpr int kBytes = sizeof(FewShared<Tr>);
+  Device device;
+  DSA_RETURN_IF_CUDA_ERROR(current_device(&device));
+  const Decode p = Decode::in_clusters_of(params, device.num_sms);
+  if (!p.in_clusters) return cudaErrorNotSupported;
+  bool fits;
+  DSA_RETURN_IF_CUDA_ERROR(cluster_fits(kernel, p.static_splits, kFewThreads, kBytes, &fits));
+  if (!fits) return cudaErrorNotSupported;
+  return launch_clusters(kernel, p.work_tiles, p.static_splits, kFewThreads, kBytes, stream, p);
+}
+
 template <int kD, int kE, bool kSeparateValues, bool kRecords = false>
 cudaError_t launch_rows(const TunedParams& p, cudaStream_t stream) {
+  using Tr = mla::FewTraits<kD, kClusterRows, kE, kSeparateValues>;
+  const cudaError_t status = launch_in_clusters<Tr, kRecords>(p, stream);
+  if (status != cudaErrorNotSupported) return status;
   const int rows = mqa_decode_rows(p.queries, p.heads, p.groups, p.dim, p.records);
   if (rows == 16) {
-    return launch_few<mla::FewTraits<kD, 16, kE, kSeparateValues>, kRecords>(p, stream);
+    return launch_few<Tr, kRecords>(p, stream);
   }
   if constexpr (!kRecords) {
     if (rows == 32) {

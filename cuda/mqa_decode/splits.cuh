@@ -17,9 +17,9 @@ struct KvSplit {
 };
 // Returns which rows a CTA multiplies if work tiles are divided by static splits.
 __device__ inline KvSplit static_split(const Decode& p, int tile_rows) {
-  const int work_tile = quotient(p.cta_group(), p.static_splits);
-  const int batch = quotient(work_tile, p.per_request), tile = work_tile - batch * p.per_request;
-  const int group = quotient(tile, p.row_passes), pass = tile - group * p.row_passes;
+  const int work_tile = p.cta_group() / p.by_static_splits;
+  const int batch = work_tile / p.per_request, tile = work_tile - batch * p.per_request;
+  const int group = tile / p.row_passes, pass = tile - group * p.row_passes;
   return {
       .batch = batch, .group = group, .row = (pass * p.cta_group_size + p.cta_rank()) * tile_rows};
 }
@@ -73,7 +73,7 @@ struct SplitIterator {
       tile = 0;
       visible = visible_keys_by_warp(p, ++batch);
     }
-    const int group = quotient(tile, p.row_passes);
+    const int group = tile / p.row_passes;
     const int row = ((tile - group * p.row_passes) * p.cta_group_size + p.cta_rank()) * tile_rows;
     const int from = index == 0 ? range.from : 0;
     const int to = index + 1 == range.splits() ? range.to : INT_MAX;

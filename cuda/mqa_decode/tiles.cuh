@@ -104,13 +104,13 @@ struct KeyLocator {
     const int key = first_key + i;
     const bool visible_key = visible.low <= key && key < visible.high;
     if (!table) return visible_key ? 0 : -1;
-    return load_now(table + (visible_key ? key / p.page_size : 0), visible_key, -1);
+    return load_now(table + (visible_key ? key / p.by_page_size : 0), visible_key, -1);
   }
   // Returns the key's row, counted from `rows_before`, or -1 if there is none.
   __device__ int row(int i, int page) const {
     const int key = first_key + i;
     if (!table) return page < 0 ? -1 : key;
-    return page >= 0 && page < p.pages ? page * p.page_size + key % p.page_size : -1;
+    return page >= 0 && page < p.pages ? page * p.page_size + key % p.by_page_size : -1;
   }
 };
 

@@ -14,10 +14,12 @@ struct Tuning {
   int combine_cost = 6;     // cost of splitting a few work tiles, in key tiles; nothing is split to
                             // save less
   int min_range_tiles = 3;  // the fewest key tiles of a work range, if there are enough for one
-  int max_static_tiles = 6;  // work tiles are divided by static splits if these have at most this
-                             // many key tiles more than necessary; -1: never
-  int splits_per_tile = 10;  // combining this many static splits of 64 rows takes as long as a key
-                             // tile; > 0
+  int max_static_tiles = 6;   // work tiles are divided by static splits if these have at most this
+                              // many key tiles more than necessary; -1: never
+  int splits_per_tile = 10;   // combining this many static splits of 64 rows takes as long as a key
+                              // tile; > 0
+  int max_cluster_tiles = 3;  // clusters divide work tiles if a CTA then has at most this many key
+                              // tiles, or a third of them where clusters save less; 0: never
 };
 
 cudaError_t launch(const MqaDecodeParams& params, const Tuning& tuning, cudaStream_t stream);

@@ -48,8 +48,13 @@ cudaError_t launch_rows(Decode p, cudaStream_t stream) {
   const int64_t work_tiles = p.batch * p.queries * p.groups * p.row_tiles;
   p.log_splits = log_num_splits(p, work_tiles, kDecodeCtasPerSm * device.num_sms);
   if (work_tiles * p.num_splits() > INT_MAX) return cudaErrorInvalidValue;
-  return launch_clusters(decode_kernel<Tr, kFp8>, work_tiles, p.num_splits(), kDecodeThreads,
-                         sizeof(Shared), stream, p);
+  const auto kernel = decode_kernel<Tr, kFp8>;
+  bool fits;
+  DSA_RETURN_IF_CUDA_ERROR(
+      cluster_fits(kernel, p.num_splits(), kDecodeThreads, sizeof(Shared), &fits));
+  if (!fits) p.log_splits = std::countr_zero(unsigned{kPortableClusterSize});
+  return launch_clusters(kernel, work_tiles, p.num_splits(), kDecodeThreads, sizeof(Shared), stream,
+                         p);
 }
 
 template <int kD, bool kFp8>

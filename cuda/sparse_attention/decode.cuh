@@ -19,8 +19,7 @@
 // For FP8 caches: ring 64 Ki, codes 34 Ki. The partial result (8 Ki) replaces the ring at the end.
 #pragma once
 
-#include "common/cluster.cuh"
-#include "common/combine_splits.cuh"
+#include "mla/cluster_splits.cuh"
 #include "sparse_attention/decode_rows.cuh"
 
 namespace jax_dsa::sparse_attention {
@@ -79,93 +78,37 @@ __device__ __forceinline__ void mask_scores(const DecodeWork<Shared>&, const Dec
   }
 }
 
-// Returns where a row of the CTA's partial output begins. The padding of four floats puts the
-// elements that a warp stores at a time into different banks.
-template <typename Tr, typename Shared>
-__device__ __forceinline__ float* partial_row(Shared& shared, int row) {
-  static_assert(Tr::kN * (Tr::kE + 4) * sizeof(float) <= sizeof(shared.ring));
-  return reinterpret_cast<float*>(shared.ring) + row * (Tr::kE + 4);
-}
-
-// Stores the partial result, relative to its own maximum, in shared memory.
+// Stores the partial result in shared memory.
 template <typename Shared, typename Tr, typename Notes>
 __device__ __forceinline__ void write_few_results(const DecodeWork<Shared>&, int, int tiles,
                                                   const float (&o)[Tr::kValueBlocks][Tr::kN / 2],
                                                   mla::HeadColumns<Tr::kN>& columns,
                                                   mla::FewShared<Tr, Notes>& shared) {
-  using HeadColumns = mla::HeadColumns<Tr::kN>;
   // A barrier must separate two reductions. Every key tile has one.
   if (tiles > 0) {
     mla::reduce_over_keys<Tr::kN>(columns.sum, shared.exchange,
                                   [](float a, float b) { return a + b; });
   }
-  const int dim = thread_index() / 32 % 4 * 16 + thread_index() % 32 / 4;
-#pragma unroll
-  for (int c = 0; c < HeadColumns::kHeadsPerThread; ++c) {
-    const int row = HeadColumns::head(c);
-    float* const to = partial_row<Tr>(shared, row) + dim;
-#pragma unroll
-    for (int m = 0; m < Tr::kValueBlocks; ++m) {
-#pragma unroll
-      for (int i = 0; i < Tr::kN / 2; ++i) {
-        if (HeadColumns::local_head(i) == c) to[m * 64 + i / 2 % 2 * 8] = o[m][i];
-      }
-    }
-    if (threadIdx.x < 4)
-      shared.notes.rows[row] = make_float2(columns.running_max[c], columns.sum[c]);
-  }
+  mla::store_cluster_split<Tr>(shared, o, columns);
 }
 
-// Combines the partial results of the cluster's CTAs in ascending order, for every `splits`-th row.
-// The MMA warpgroup calls this between two barriers of the cluster.
+// Combines the partial results of the cluster.
 template <typename Tr, typename Shared>
 __device__ __forceinline__ void combine(const Decode& p, Shared& shared) {
-  constexpr int kMax = kSparseDecodeMaxSplits, kE = Tr::kE;
   const DecodeTile tile(p, Tr::kN);
-  const int lane = threadIdx.x % 32, rank = cluster_rank(), splits = p.num_splits();
-  // A warp has 64 columns of one row at a time, two per lane.
-#pragma unroll 1
-  for (int i = threadIdx.x * 2; i < (Tr::kN >> p.log_splits) * kE; i += 2 * 128) {
-    const int row = rank + i / kE * splits, column = i % kE, head = tile.head + row;
-    if (tile.first_row + row >= p.per_group) break;
-    float2 x[kMax];
+  const auto place_of = [&](int row) -> mla::CombinedPlace {
+    const int head = tile.head + row;
+    return {p.sinks ? p.sinks + int64_t{tile.request(p)} * p.sinks_stride + head : nullptr,
+            int64_t{tile.token} * p.heads + head};
+  };
+  const auto store = [&]<int kColumns>(int64_t i, const float (&y)[kColumns]) {
 #pragma unroll
-    for (int split = 0; split < kMax; ++split) {
-      x[split] = make_float2(0.f, 0.f);
-      if (split < splits) {
-        x[split] = *reinterpret_cast<const float2*>(
-            cluster_peer(partial_row<Tr>(shared, row) + column, split));
-      }
+    for (int c = 0; c < kColumns; c += 2) {
+      store_pair(static_cast<__nv_bfloat16*>(p.out) + i + c, y[c], y[c + 1], true);
     }
-    float2 of = make_float2(-INFINITY, 0.f);  // the maximum and the sum of split `lane`
-    if (lane < splits) of = *cluster_peer(&shared.notes.rows[row], lane);
-    const float max = max_over_lanes(of.x);
-    const float weight = exp2_approx((of.x - finite_max(max)) * kLog2E);
-    const float total = sum_over_lanes(of.y * weight);
-    float2 y = make_float2(0.f, 0.f);
-#pragma unroll
-    for (int split = 0; split < kMax; ++split) {
-      const float w = __shfl_sync(~0u, weight, split);
-      if (split < splits) {
-        y.x = fmaf(w, x[split].x, y.x);
-        y.y = fmaf(w, x[split].y, y.y);
-      }
-    }
-    // If all scores are -inf the output is zero, or NaN if it has an infinite value.
-    CombinedRow combined(max, total);
-    if (combined.empty) {
-      combined.factor = 1.f;
-    } else if (p.sinks) {
-      combined.apply_sink(p.sinks[int64_t{tile.request(p)} * p.sinks_stride + head]);
-    }
-    const int64_t out_row = int64_t{tile.token} * p.heads + head;
-    store_pair(static_cast<__nv_bfloat16*>(p.out) + out_row * kE + column, y.x * combined.factor,
-               y.y * combined.factor, true);
-    if (column == 0) {
-      p.max_logit[out_row] = isnan(total) ? total : max;  // fmaxf drops NaN
-      p.log_sum[out_row] = log_of_sum(total);
-    }
-  }
+  };
+  mla::combine_cluster_splits<Tr>(p, shared, p.num_splits(),
+                                  min(p.per_group - tile.first_row, Tr::kN), place_of, store);
 }
 
 // Unpacking takes more registers than copying.

@@ -7,11 +7,12 @@
 #include <cstdint>
 
 #include "common/device.h"
+#include "common/limits.h"
 
 namespace jax_dsa {
 
 // At most so many CTAs, a cluster, divide the keys of a query and KV head.
-inline constexpr int kSparseDecodeMaxSplits = 16;
+inline constexpr int kSparseDecodeMaxSplits = kMaxClusterSize;
 
 struct SparseAttentionDecodeParams {
   const void* q;          // [batch, queries, heads, dim], bf16

@@ -72,7 +72,6 @@ struct DecodeNotes {
   static constexpr bool kRecords = false;
   int tiles;  // key tiles of this CTA
   int list_ends[kDecodeThreads / 32];
-  float2 rows[32];  // maximum and sum of the rows of the partial result
   RowFactors factors[kStages > 0 ? kStages : 1];
 };
 

@@ -182,7 +182,8 @@ inline constexpr Gpu kPortableGpus[] = {
 struct Machine {
   Options options;  // for the launches to come
   Gpu gpu = kHopperGpu;
-  int num_sms = 2;  // each SM runs one CTA
+  int num_sms = 2;            // each SM runs one CTA
+  int max_cluster_size = 16;  // in CTAs
   std::mt19937_64 random;
   jmp_buf scheduler;
   Fiber* current = nullptr;

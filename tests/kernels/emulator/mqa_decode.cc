@@ -6,14 +6,28 @@
 
 int main(int argc, char** argv) {
   using namespace jax_dsa;
-  const auto cases =
-      emulator::cases(argc, argv, kCases,
-                      {"one request", "few requests", "many, whole", "queries", "pages of 7, sharp",
-                       "few, equally long, pages", "few, floats", "separate values 128",
-                       "separate values 256, pages", "separate values 64", "records",
-                       "few, records", "huge scores", "few, huge scores", "static, one request",
-                       "static, few", "plan", "few, plan of other lengths", "few, forged plan"},
-                      [](const DecodeCase& c) { return c.c.name; });
+  const auto cases = emulator::cases(argc, argv, kCases,
+                                     {"one request",
+                                      "few requests",
+                                      "many, whole",
+                                      "queries",
+                                      "pages of 7, sharp",
+                                      "few, equally long, pages",
+                                      "few, floats",
+                                      "separate values 128",
+                                      "separate values 256, pages",
+                                      "separate values 64",
+                                      "records",
+                                      "few, records",
+                                      "huge scores",
+                                      "few, huge scores",
+                                      "static, one request",
+                                      "static, few",
+                                      "clusters, few",
+                                      "plan",
+                                      "few, plan of other lengths",
+                                      "few, forged plan"},
+                                     [](const DecodeCase& c) { return c.c.name; });
   for (const DecodeCase& c : cases) {
     for (const auto& options : emulator::schedules(argc, argv, &c - kCases))
       run(c, options, hopper::launch_mqa_decode, hopper::launch_mqa_decode_plan);
@@ -26,6 +40,13 @@ int main(int argc, char** argv) {
     const int64_t row_bytes = c.c.with.records ? kMlaRecordBytes : c.c.dim * 2;
     run(c, {}, hopper::launch_mqa_decode, hopper::launch_mqa_decode_plan,
         emulator::far_rows(c.c.groups * row_bytes, std::max(c.c.with.page_size, 1)));
+  }
+  if (!emulator::small(argc, argv)) {
+    // A GPU without room for the clusters of ten CTAs.
+    emulator::machine.max_cluster_size = 8;
+    const auto name = [](const DecodeCase& c) { return c.c.name; };
+    run(emulator::named(kCases, "clusters, ten splits", name), {}, hopper::launch_mqa_decode,
+        hopper::launch_mqa_decode_plan);
   }
   printf(failures ? "FAILED %d\n" : "all good\n", failures);
   return failures != 0;

@@ -142,9 +142,12 @@ void run(const DecodeCase& tried, const emulator::Options& options, const Launch
   failures += !good;
 }
 
-// kUsual divides small calls by static splits, kStatic all that have few work tiles.
-constexpr mqa_decode::Tuning kSplitAll = {0, 1, -1}, kWhole = {1 << 20, 3, -1}, kUsual = {},
-                             kStatic = {0, 1, 1 << 20, 1000};
+// kUsual divides small calls by clusters or static splits, kStatic all that have few work tiles by
+// static splits, kClusters these by clusters.
+constexpr mqa_decode::Tuning kSplitAll = {0, 1, -1, 10, 0}, kWhole = {1 << 20, 3, -1, 10, 0},
+                             kUsual = {}, kStatic = {0, 1, 1 << 20, 1000, 0},
+                             kNoClusters = {.max_cluster_tiles = 0},
+                             kClusters = {.max_cluster_tiles = 1 << 20};
 
 // name, B, T, S, N, G, D; separate_values, page size, holes, window, starts, sinks, normalized,
 // infinite, size of q, full, shared; SMs, tuning, plan
@@ -312,7 +315,7 @@ const DecodeCase kCases[] = {
     {{"static", 3, 2, 420, 40, 1, 512, {.page_size = 7, .window = 300, .infinite = true}},
      14,
      kStatic},
-    {{"static, ten splits", 1, 1, 640, 64, 1, 576, {.full = true}}, 40, kUsual},
+    {{"static, ten splits", 1, 1, 640, 64, 1, 576, {.full = true}}, 40, kNoClusters},
     {{"static, many splits", 1, 1, 1200, 33, 1, 576, {.full = true}}, 21, kStatic},
     {{"static, whole", 5, 1, 260, 64, 1, 576, {.normalized = false}}, 6, kStatic},
     {{"static, row passes", 2, 5, 200, 57, 1, 512, {.window = 70, .infinite = true}}, 22, kStatic},
@@ -330,6 +333,42 @@ const DecodeCase kCases[] = {
      kStatic},
     {{"static, records", 3, 1, 300, 40, 1, 576, {.sinks = 1, .records = true}}, 9, kStatic},
     {{"static, no keys", 2, 2, 0, 40, 1, 576}, 6, kStatic},
+    {{"clusters", 3, 2, 420, 40, 1, 512, {.page_size = 7, .window = 300, .infinite = true}},
+     60,
+     kClusters},
+    {{"clusters, ten splits", 1, 1, 640, 64, 1, 576, {.full = true}}, 40, kUsual},
+    {{"clusters, sinks", 2, 1, 500, 60, 1, 576, {.sinks = 1}}, 40, kClusters},
+    {{"clusters, floats", 3, 2, 260, 33, 1, 576, {.window = 130, .normalized = false}},
+     45,
+     kClusters},
+    {{"clusters, queries", 2, 5, 200, 58, 2, 512, {.window = 70, .infinite = true}},
+     120,
+     kClusters},
+    {{"clusters, few", 4, 1, 400, 16, 1, 576, {.holes = true, .sinks = 2}}, 20, kClusters},
+    {{"clusters, few, 16 splits", 1, 1, 1000, 4, 1, 512, {.normalized = false}}, 24, kUsual},
+    {{"clusters, separate values",
+      3,
+      2,
+      330,
+      32,
+      2,
+      128,
+      {.separate_values = true, .starts = 2, .infinite = true}},
+     48,
+     kClusters},
+    {{"clusters, separate values 64", 2, 1, 600, 9, 1, 64, {.separate_values = true, .sinks = 1}},
+     14,
+     kClusters},
+    {{"clusters, records", 2, 1, 200, 40, 1, 576, {.records = true}}, 12, kClusters},
+    {{"clusters, few, records", 3, 1, 300, 10, 1, 576, {.sinks = 1, .records = true}},
+     9,
+     kClusters},
+    {{"clusters, infinite key by itself", 1, 1, 65, 64, 1, 576, {.infinite = true, .full = true}},
+     8,
+     kClusters},
+    {{"clusters, huge scores", 3, 1, 400, 16, 1, 576, {.huge = -3e38f, .exact_max = true}},
+     9,
+     kClusters},
     {{"plan", 9, 1, 200, 40, 1, 576, {.window = 90, .sinks = 1}}, 4, kSplitAll, Plan::kOwn},
     {{"plan, one request", 1, 1, 500, 100, 1, 576, {.full = true}}, 10, kSplitAll, Plan::kOwn},
     {{"plan, whole", 8, 1, 200, 33, 1, 512, {.sinks = 2}}, 3, kWhole, Plan::kOwn},

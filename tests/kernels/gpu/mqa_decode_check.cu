@@ -442,12 +442,13 @@ void bench(const Shape& s, const Ceilings& ceilings, const std::vector<Division>
     std::sort(us.begin(), us.end());
     const double mid = us[us.size() / 2];
     printf(
-        "  combine cost %-7d min range %d max static %-2d splits per tile %-3d%s %8.1f us (best "
-        "%.1f, "
-        "worst %.1f)  %.2f TB/s = %.2f of the copy  %.0f TFLOPS = %.2f of products\n",
+        "  combine cost %-7d min range %d max static %-2d splits per tile %-3d max cluster "
+        "tiles %-2d%s %8.1f us (best %.1f, worst %.1f)  %.2f TB/s = %.2f of the copy  %.0f TFLOPS "
+        "= %.2f of products\n",
         tuning.combine_cost, tuning.min_range_tiles, tuning.max_static_tiles,
-        tuning.splits_per_tile, planned == Plan::kNone ? "     " : " plan", mid, us[0], us.back(),
-        bytes / mid * 1e-6, bytes / mid * 1e-6 / ceilings.copy, flops / mid * 1e-6,
+        tuning.splits_per_tile, tuning.max_cluster_tiles,
+        planned == Plan::kNone ? "     " : " plan", mid, us[0], us.back(), bytes / mid * 1e-6,
+        bytes / mid * 1e-6 / ceilings.copy, flops / mid * 1e-6,
         flops / mid * 1e-6 / ceilings.products);
     fflush(stdout);
     CHECK(cudaGraphExecDestroy(calls));
@@ -467,8 +468,9 @@ int main(int argc, char** argv) {
   const std::string what = argc > 1 ? argv[1] : "test";
   const uint64_t seed = argc > 2 ? strtoull(argv[2], nullptr, 10) : 20240607;
   printf("seed %llu\n", (unsigned long long)seed);
-  const mqa_decode::Tuning usual, split_all = {0, 1, -1}, whole = {1 << 20, 3, -1},
-                                  divide_all = {0, 1, 1 << 20, 1000};
+  const mqa_decode::Tuning usual, split_all = {0, 1, -1, 10, 0}, whole = {1 << 20, 3, -1, 10, 0},
+                                  divide_all = {0, 1, 1 << 20, 1000, 0},
+                                  clusters = {.max_cluster_tiles = 1 << 20};
   if (what == "test" || what == "small") {
     int bad = 0;
     for (const Case& c : kCases) {
@@ -478,6 +480,7 @@ int main(int argc, char** argv) {
                        {split_all},
                        {whole},
                        {divide_all},
+                       {clusters},
                        {split_all, Plan::kOwn},
                        {split_all, Plan::kOtherLengths}},
                       seed);
@@ -493,17 +496,24 @@ int main(int argc, char** argv) {
     return 0;
   }
   const auto min_range_tiles = [](int tiles) {
-    return mqa_decode::Tuning{.min_range_tiles = tiles, .max_static_tiles = -1};
+    return mqa_decode::Tuning{
+        .min_range_tiles = tiles, .max_static_tiles = -1, .max_cluster_tiles = 0};
   };
-  const mqa_decode::Tuning always = {.combine_cost = 0}, by_lengths = {.max_static_tiles = -1};
+  const mqa_decode::Tuning always = {.combine_cost = 0},
+                           by_lengths = {.max_static_tiles = -1, .max_cluster_tiles = 0};
   const std::vector<Division> one = {{usual}};
   const auto splits_per_tile = [](int splits) {
-    return Division{{.max_static_tiles = 1 << 20, .splits_per_tile = splits}};
+    return Division{
+        {.max_static_tiles = 1 << 20, .splits_per_tile = splits, .max_cluster_tiles = 0}};
   };
   if (what == "calls") {
-    const std::vector<Division> few = {
-        {by_lengths}, {by_lengths, Plan::kOwn}, splits_per_tile(2), splits_per_tile(5),
-        {usual},      splits_per_tile(20),      splits_per_tile(50)};
+    const std::vector<Division> few = {{usual},
+                                       {by_lengths},
+                                       {by_lengths, Plan::kOwn},
+                                       splits_per_tile(2),
+                                       splits_per_tile(10),
+                                       splits_per_tile(50),
+                                       {clusters}};
     for (int N : {128, 16}) {
       bench({1, 1, 640, N, 1, 576}, ceilings, few);
       bench({8, 1, 2048, N, 1, 576}, ceilings, few);

@@ -31,6 +31,12 @@ cudaError_t launch_pdl(void (*kernel)(Params...), int64_t blocks, int threads, i
 }
 
 template <typename... Params>
+cudaError_t cluster_fits(void (*)(Params...), int ranks, int, int, bool* fits) {
+  *fits = ranks <= emulator::machine.max_cluster_size;
+  return cudaSuccess;
+}
+
+template <typename... Params>
 cudaError_t launch_clusters(void (*kernel)(Params...), int64_t clusters, int ranks, int threads,
                             int shared_bytes, cudaStream_t,
                             const std::type_identity_t<Params>&... params) {
