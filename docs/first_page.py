@@ -58,8 +58,8 @@ REASONS = {
         "the other. ([Log](design/masked_attention.md))"
     ),
     r"masked_attention backward": (
-        "Scheduling groups keep all SMs busy under masks, but without a mask one group touches "
-        "more memory than the L2 cache holds. dQ tiles are also accumulated through the L2 cache. "
+        "A step of 128 keys and 64 queries takes 3500 cycles, of which shared memory needs 3072 "
+        "and the tensor cores 2560. Under sustained load the GPU also lowers its clock. "
         "([Log](design/masked_attention.md))"
     ),
     r"": "Not understood yet.",
