@@ -113,7 +113,8 @@ STACKS = {
     "12union_kernel": 8,
     "14inverse_kernel": 16,
     "sparse_mla10bwd_kernel": 224,
-    "sparse_mla13decode_kernel": 32,
+    "sparse_mla13decode_kernel": 40,  # from records of 656 bytes
+    "sparse_mla13decode_kernelILi512ELb1E": 48,  # from page records
     "sparse_mla14fwd_few_kernel": 8,  # at the end of a work tile
     "topk11topk_kernel": 16,
     "topk12split_kernel": 32,
