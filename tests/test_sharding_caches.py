@@ -96,6 +96,27 @@ def test_rows_that_are_sharded_unlike_the_cache(
         np.testing.assert_array_equal(g, w)
 
 
+@pytest.mark.parametrize("kind", MESHES)
+@pytest.mark.parametrize("paged", [False, True])
+def test_counts_that_are_sharded_unlike_the_cache(
+    paged: bool, kind: str, cpus: list[jax.Device]
+) -> None:
+    B = 8
+    cache: Any = jax_dsa.FlatCache.empty(B, 4, 2, dtype=jnp.float32)
+    if paged:
+        cache = jax_dsa.PagedCache.empty(B, 4, B, 1, 2, dtype=jnp.float32)
+        cache = dataclasses.replace(cache, page_table=jnp.arange(B, dtype=jnp.int32)[:, None])
+    mesh, context = mesh_of(kind, (8,), ("x",), cpus)
+    with context(mesh):
+        cache = jax.device_put(cache, NamedSharding(mesh, PartitionSpec()))
+        args = jnp.ones((B, 3, 1, 2)), jnp.arange(B, dtype=jnp.int32) % 4
+        rows, counts = jax.device_put(args, NamedSharding(mesh, PartitionSpec("x")))
+        got = jax.jit(lambda cache, rows, counts: cache.append(rows, counts))(cache, rows, counts)
+    np.testing.assert_array_equal(np.asarray(got.lengths), np.arange(B) % 4)
+    if kind != "auto":
+        assert not any(got.lengths.sharding.spec)
+
+
 @pytest.mark.parametrize("kind", ["explicit", slow("explicit-of-types")])
 @pytest.mark.parametrize(("dim", "paged"), [(576, False), slow(576, True), slow(512, True)])
 def test_appending_records_of_rows_that_are_sharded(

@@ -130,7 +130,8 @@ class _Cache:
         rows = _encoded(args, rows, arrays[0])
         new: Any = rows.shape[1]
         if counts is not None:
-            new = jnp.clip(args.array("counts", counts, "B", INT32), 0, new)
+            counts = compat.shard_as(args.array("counts", counts, "B", INT32), start)
+            new = jnp.clip(counts, 0, new)
         lengths, end = extended(start, new), self._end(arrays, start)
         positions = start[:, None] + jnp.arange(rows.shape[1], dtype=jnp.int32)[None]
         fits = positions < jnp.minimum(lengths, end)[:, None]

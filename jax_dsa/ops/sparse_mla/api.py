@@ -82,7 +82,7 @@ class _Keywords(TypedDict, total=False):
 
 class _DecodeKeywords(_Keywords, total=False):
     extra_cache: FlatCache | PagedCache | None
-    extra_indices: Indices | None
+    extra_indices: ExtraIndices | None
     extra_topk_length: Int[Array, "B T"] | None
     extra_key_stride: int
 
@@ -94,6 +94,7 @@ class _SparseMLAKeywords(_Keywords, total=False):
 
 
 Indices = Int[Array, "B T G K"] | Int[Array, "B T K"]
+ExtraIndices = Int[Array, "B T G J"] | Int[Array, "B T J"]
 OutLSE = tuple[Float[Array, "B T N E"], Float[Array, "B T N"]]
 
 
@@ -237,7 +238,7 @@ def sparse_mla_decode(
     indices: Indices,
     *,
     extra_cache: FlatCache | PagedCache | None = None,
-    extra_indices: Indices | None = None,
+    extra_indices: ExtraIndices | None = None,
     value_dim: int | None = None,
     scale: float | None = None,
     is_causal: bool = False,
