@@ -15,6 +15,7 @@
 #include <string>
 #include <vector>
 
+#include "gpu/call_graph.cuh"
 #include "gpu/check.cuh"
 #include "gpu/indexer_data.cuh"
 #include "indexer/launch.cuh"
@@ -147,31 +148,12 @@ double bench_copy() {
 template <typename F>
 float graph_us(int sets, F launch) {
   cudaStream_t stream;
-  cudaGraph_t graph;
-  cudaGraphExec_t calls;
   CHECK(cudaStreamCreate(&stream));
-  CHECK(cudaStreamBeginCapture(stream, cudaStreamCaptureModeGlobal));
-  const int count = std::max(sets, 8);
-  for (int i = 0; i < count; ++i) launch(i % sets, stream);
-  CHECK(cudaStreamEndCapture(stream, &graph));
-  CHECK(cudaGraphInstantiate(&calls, graph, 0));
-  cudaEvent_t a, b;
-  CHECK(cudaEventCreate(&a));
-  CHECK(cudaEventCreate(&b));
-  std::vector<float> us;
-  for (int i = 0; i < 12; ++i) {
-    CHECK(cudaEventRecord(a, stream));
-    CHECK(cudaGraphLaunch(calls, stream));
-    CHECK(cudaEventRecord(b, stream));
-    CHECK(cudaEventSynchronize(b));
-    float ms;
-    CHECK(cudaEventElapsedTime(&ms, a, b));
-    if (i >= 2) us.push_back(ms * 1e3f / count);
-  }
-  CHECK(cudaGraphExecDestroy(calls));
-  CHECK(cudaGraphDestroy(graph));
+  const std::vector<float> us = CallGraph(std::max(sets, 8), stream, [&](int i) {
+                                  launch(i % sets, stream);
+                                  return cudaSuccess;
+                                }).times(10);
   CHECK(cudaStreamDestroy(stream));
-  std::sort(us.begin(), us.end());
   return us[us.size() / 2];
 }
 

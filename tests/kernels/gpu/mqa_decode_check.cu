@@ -16,6 +16,7 @@
 #include "common/ptx.cuh"
 #include "common/wgmma.cuh"
 #include "gpu/cache_bench.cuh"
+#include "gpu/call_graph.cuh"
 #include "gpu/check.cuh"
 #include "mqa_decode/tuning.h"
 #include "problems/mqa_decode_problem.h"
@@ -66,19 +67,6 @@ struct Workspace {
     for (void* x : {(void*)partial, (void*)rows, (void*)split_tiles}) CHECK(cudaFree(x));
   }
 };
-
-// Returns a graph of the work that `enqueue` enqueues.
-template <typename F>
-cudaGraphExec_t capture(cudaStream_t stream, F enqueue) {
-  cudaGraph_t graph;
-  cudaGraphExec_t calls;
-  CHECK(cudaStreamBeginCapture(stream, cudaStreamCaptureModeGlobal));
-  enqueue();
-  CHECK(cudaStreamEndCapture(stream, &graph));
-  CHECK(cudaGraphInstantiate(&calls, graph, 0));
-  CHECK(cudaGraphDestroy(graph));
-  return calls;
-}
 
 // ---- test --------------------------------------------------------------------------------------
 
@@ -159,9 +147,9 @@ int run_case(const Case& c, const std::vector<Division>& divisions, uint64_t see
     if (planned == Plan::kOtherLengths) make_plan(p, tuning, plan, stream);
     CHECK(cudaStreamSynchronize(stream));
     p.plan = planned == Plan::kNone ? nullptr : plan;
-    cudaGraphExec_t calls = capture(stream, [&] {
+    const CallGraph call(1, stream, [&](int) {
       if (planned == Plan::kOwn) make_plan(p, tuning, plan, stream);
-      CHECK(mqa_decode::launch(p, tuning, stream));
+      return mqa_decode::launch(p, tuning, stream);
     });
     const auto replay = [&](const std::vector<int32_t>& its_ends) {
       CHECK(cudaMemset(out, 0xff, rows * E * out_bytes));
@@ -170,13 +158,12 @@ int run_case(const Case& c, const std::vector<Division>& divisions, uint64_t see
       space.poison();
       CHECK(cudaMemcpy(ends, its_ends.data(), tokens * 4, cudaMemcpyHostToDevice));
       CHECK(cudaDeviceSynchronize());
-      CHECK(cudaGraphLaunch(calls, stream));
+      call.replay();
       CHECK(cudaStreamSynchronize(stream));
       return Replay{download(out, rows * E * out_bytes), download(max_logit, rows),
                     download(log_sum, rows)};
     };
     const Replay other = replay(half.ends), got = replay(x.ends), again = replay(x.ends);
-    CHECK(cudaGraphExecDestroy(calls));
     const bool same =
         got.out == again.out && !std::memcmp(got.log_sum.data(), again.log_sum.data(), rows * 4);
     const Errors errors = got.errors(x, wanted), others = other.errors(half, half_wanted);
@@ -419,27 +406,12 @@ void bench(const Shape& s, const Ceilings& ceilings, const std::vector<Division>
     make_plan(p, tuning, plan, stream);
     CHECK(cudaStreamSynchronize(stream));
     p.plan = planned == Plan::kNone ? nullptr : plan;
-    cudaGraphExec_t calls = capture(stream, [&] {
-      for (int i = 0; i < sets; ++i) {
-        p.k = k + i * rows * k_bytes;
-        p.v = s.separate_values ? v + i * rows * s.G * E : nullptr;
-        CHECK(mqa_decode::launch(p, tuning, stream));
-      }
+    const CallGraph calls(sets, stream, [&](int i) {
+      p.k = k + i * rows * k_bytes;
+      p.v = s.separate_values ? v + i * rows * s.G * E : nullptr;
+      return mqa_decode::launch(p, tuning, stream);
     });
-    cudaEvent_t start, stop;
-    CHECK(cudaEventCreate(&start));
-    CHECK(cudaEventCreate(&stop));
-    std::vector<float> us;
-    for (int i = 0; i < 12; ++i) {
-      CHECK(cudaEventRecord(start, stream));
-      CHECK(cudaGraphLaunch(calls, stream));
-      CHECK(cudaEventRecord(stop, stream));
-      CHECK(cudaEventSynchronize(stop));
-      float ms;
-      CHECK(cudaEventElapsedTime(&ms, start, stop));
-      if (i >= 2) us.push_back(ms * 1e3f / sets);
-    }
-    std::sort(us.begin(), us.end());
+    const std::vector<float> us = calls.times(10);
     const double mid = us[us.size() / 2];
     printf(
         "  combine cost %-7d min range %d max static %-2d splits per tile %-3d max cluster "
@@ -451,9 +423,6 @@ void bench(const Shape& s, const Ceilings& ceilings, const std::vector<Division>
         bytes / mid * 1e-6 / ceilings.copy, flops / mid * 1e-6,
         flops / mid * 1e-6 / ceilings.products);
     fflush(stdout);
-    CHECK(cudaGraphExecDestroy(calls));
-    CHECK(cudaEventDestroy(start));
-    CHECK(cudaEventDestroy(stop));
   }
   CHECK(cudaStreamDestroy(stream));
   space.free();

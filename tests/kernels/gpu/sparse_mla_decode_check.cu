@@ -12,6 +12,7 @@
 #include <utility>
 
 #include "gpu/cache_bench.cuh"
+#include "gpu/call_graph.cuh"
 #include "gpu/check.cuh"
 #include "mla/records.cuh"
 #include "problems/record_values.h"
@@ -203,50 +204,6 @@ bool run_values() {
 
 // ---- bench -------------------------------------------------------------------------------------
 
-// A graph of calls, which alternates between enough selections to miss the L2.
-class Calls {
- public:
-  // launch(i) launches the call with selection i.
-  template <typename Launch>
-  Calls(int count, cudaStream_t stream, Launch launch) : count(count), stream(stream) {
-    CHECK(cudaStreamBeginCapture(stream, cudaStreamCaptureModeGlobal));
-    for (int i = 0; i < count; ++i) CHECK(launch(i));
-    CHECK(cudaStreamEndCapture(stream, &graph));
-    CHECK(cudaGraphInstantiate(&calls, graph, 0));
-    CHECK(cudaEventCreate(&start));
-    CHECK(cudaEventCreate(&stop));
-  }
-  Calls(const Calls&) = delete;
-  ~Calls() {
-    CHECK(cudaGraphExecDestroy(calls));
-    CHECK(cudaGraphDestroy(graph));
-    CHECK(cudaEventDestroy(start));
-    CHECK(cudaEventDestroy(stop));
-  }
-  // Returns the times of one call, in microseconds, in ascending order.
-  std::vector<float> times(int rounds) const {
-    std::vector<float> us;
-    for (int i = 0; i < rounds + 2; ++i) {
-      CHECK(cudaEventRecord(start, stream));
-      CHECK(cudaGraphLaunch(calls, stream));
-      CHECK(cudaEventRecord(stop, stream));
-      CHECK(cudaEventSynchronize(stop));
-      float ms;
-      CHECK(cudaEventElapsedTime(&ms, start, stop));
-      if (i >= 2) us.push_back(ms * 1e3f / count);
-    }
-    std::sort(us.begin(), us.end());
-    return us;
-  }
-
- private:
-  int count;
-  cudaStream_t stream;
-  cudaGraph_t graph;
-  cudaGraphExec_t calls;
-  cudaEvent_t start, stop;
-};
-
 // Ascending indices, as top-k returns them.
 __global__ void fill_indices(int32_t* x, int64_t rows, int K, int S, uint64_t seed) {
   for (int64_t i = blockIdx.x * int64_t{blockDim.x} + threadIdx.x; i < rows * K;
@@ -319,7 +276,8 @@ void bench(int B, int T, int S, int N, int D, int K, Kind kind, double rate) {
       p.page_slots = S / kPageSize;
       p.pages = static_cast<int>(rows / kPageSize);
     }
-    const Calls calls(sets, stream, [&](int i) {
+    // The calls alternate between enough selections to miss the L2.
+    const CallGraph calls(sets, stream, [&](int i) {
       p.indices = indices + i * tokens * K;
       return launch_sparse_mla_decode(p, stream);
     });
@@ -374,7 +332,7 @@ void bench_two_caches(int B, int N, int K, double rate) {
   auto* partial_rows = device<float2>(sparse_mla_decode_row_count(work_tiles, splits));
   cudaStream_t stream;
   CHECK(cudaStreamCreate(&stream));
-  std::deque<Calls> calls;
+  std::deque<CallGraph> calls;
   for (const int kind : {kOne, kTwo, kTwoOfRecords}) {
     SparseMlaDecodeParams p = {};
     p.q = q, p.out = out, p.max_logit = max_logit, p.log_sum = log_sum;
