@@ -116,7 +116,8 @@ KERNELS = {
     ],
     "sparse_attention/bwd_dkv.cuh": [
         "sparse_attention::dkv_kernel<"
-        "jax_dsa::sparse_attention::DkvTraits<jax_dsa::DType::kBF16, 192, 128>>",
+        f"jax_dsa::sparse_attention::DkvTraits<jax_dsa::DType::kBF16, {dims}>>"
+        for dims in ("192, 128, 64", "128, 128, 128")
     ],
     "sparse_attention/bwd_dq.cuh": [
         "sparse_attention::dq_kernel<"
