@@ -29,22 +29,20 @@ ffi::Error read_sizes(const char* op, Dims q, Dims k, Sizes* sizes, bool paged =
   return check_shape(op, "k", k, {pools, keys, channels});
 }
 
-// Reads the operands of all forward handlers except weights and starts. `dims` are the dimensions
-// of q with one axis of heads.
-ffi::Error read_operands(const char* op, const AnyBuffer& q, Dims dims, const AnyBuffer& k,
-                         const AnyBuffer& k_scale, const S32& ends, bool relu,
-                         IndexerFwdParams* params, bool paged = false) {
+// Reads the operands that all forward handlers have. `dims` are the dimensions of q with one axis
+// of heads.
+ffi::Error read_products(const char* op, const AnyBuffer& q, Dims dims, const AnyBuffer& k,
+                         const AnyBuffer& k_scale, bool relu, IndexerFwdParams* params,
+                         bool paged = false) {
   const DataType dtype = q.element_type();
   DSA_FFI_RETURN_IF_ERROR(check_dtype(op, "q", dtype, {DataType::BF16, DataType::F8E4M3FN}));
   DSA_FFI_RETURN_IF_ERROR(check_dtype(op, "k", k.element_type(), {dtype}));
   Sizes sizes;
   DSA_FFI_RETURN_IF_ERROR(read_sizes(op, dims, k.dimensions(), &sizes, paged));
   const auto& [batch, queries, keys, heads, channels] = sizes;
-  DSA_FFI_RETURN_IF_ERROR(check_shape(op, "ends", ends.dimensions(), {batch, queries}));
   *params = {
       .q = q.untyped_data(),
       .k = k.untyped_data(),
-      .ends = ends.typed_data(),
       .batch = batch,
       .queries = queries,
       .keys = keys,
@@ -57,19 +55,30 @@ ffi::Error read_operands(const char* op, const AnyBuffer& q, Dims dims, const An
                        &params->k_scale);
 }
 
+// Reads the operands of a logit of all heads.
+ffi::Error read_products(const char* op, const AnyBuffer& q, const AnyBuffer& k, const F32& weights,
+                         const AnyBuffer& k_scale, bool relu, IndexerFwdParams* params,
+                         bool paged = false) {
+  DSA_FFI_RETURN_IF_ERROR(read_products(op, q, q.dimensions(), k, k_scale, relu, params, paged));
+  const auto& p = *params;
+  params->weights = weights.typed_data();
+  return check_shape(op, "weights", weights.dimensions(), {p.batch, p.queries, p.heads});
+}
+
+// Reads the end of each query's range.
+ffi::Error read_ends(const char* op, const S32& ends, IndexerFwdParams* params) {
+  params->ends = ends.typed_data();
+  return check_shape(op, "ends", ends.dimensions(), {params->batch, params->queries});
+}
+
 // Reads the operands of the handlers whose heads select together.
 ffi::Error read_operands(const char* op, const AnyBuffer& q, const AnyBuffer& k, const F32& weights,
                          const AnyBuffer& k_scale, const S32& starts, const S32& ends, bool relu,
                          IndexerFwdParams* params, bool paged = false) {
-  DSA_FFI_RETURN_IF_ERROR(
-      read_operands(op, q, q.dimensions(), k, k_scale, ends, relu, params, paged));
-  const auto& p = *params;
-  DSA_FFI_RETURN_IF_ERROR(
-      check_shape(op, "weights", weights.dimensions(), {p.batch, p.queries, p.heads}));
-  DSA_FFI_RETURN_IF_ERROR(check_shape(op, "starts", starts.dimensions(), {p.batch, p.queries}));
-  params->weights = weights.typed_data();
+  DSA_FFI_RETURN_IF_ERROR(read_products(op, q, k, weights, k_scale, relu, params, paged));
+  DSA_FFI_RETURN_IF_ERROR(read_ends(op, ends, params));
   params->starts = starts.typed_data();
-  return ffi::Error::Success();
+  return check_shape(op, "starts", starts.dimensions(), {params->batch, params->queries});
 }
 
 // q [B, T, J, C], k [B, S, C], weights [B, T, J], k_scale [B, S]?, starts [B, T], ends [B, T]
@@ -192,6 +201,28 @@ ffi::Error indexer_candidates_fwd(cudaStream_t stream, AnyBuffer q, AnyBuffer k,
   return launch_status(kOp, launch_indexer_candidates(params, stream));
 }
 
+// q [B, T, J, C], k [B, S, C], weights [B, T, J], k_scale [B, S]?, indices [B, T, K]
+// -> logits [B, T, K]
+ffi::Error indexer_selected_fwd(cudaStream_t stream, AnyBuffer q, AnyBuffer k, F32 weights,
+                                AnyBuffer k_scale, S32 indices, Result<F32> logits,
+                                Attr<bool, "relu"> relu) {
+  constexpr const char* kOp = "indexer_selected_fwd";
+  IndexerSelectedParams params = {};
+  IndexerFwdParams& p = params.logits;
+  DSA_FFI_RETURN_IF_ERROR(read_products(kOp, q, k, weights, k_scale, relu, &p));
+  DSA_FFI_RETURN_IF_ERROR(check_rank(kOp, "indices", indices.dimensions(), {"B", "T", "K"}));
+  params.slots = indices.dimensions()[2];
+  DSA_FFI_RETURN_IF_ERROR(
+      check_range(kOp, "K", params.slots, 0, ::jax_dsa::limits::indexer::kMaxKeys));
+  DSA_FFI_RETURN_IF_ERROR(
+      check_shape(kOp, "indices", indices.dimensions(), {p.batch, p.queries, params.slots}));
+  DSA_FFI_RETURN_IF_ERROR(
+      check_shape(kOp, "logits", logits->dimensions(), indices.dimensions(), {}));
+  params.indices = indices.typed_data();
+  p.out = logits->typed_data();
+  return launch_status(kOp, launch_indexer_selected(params, stream));
+}
+
 // q [B, T, G, J, C], k [B, S, C], weights [B, T, G, J]?, k_scale [B, S]?, starts [B, T]?,
 // ends [B, T] and page_table [B, R]?, with pages as in indexer_topk_fwd. Without weights J is 1 and
 // every head has a list. With weights G is 1, and starts must be given.
@@ -215,7 +246,8 @@ ffi::Error indexer_block_topk_fwd(cudaStream_t stream, AnyBuffer q, AnyBuffer k,
   DSA_FFI_RETURN_IF_ERROR(per_head ? check_one_of(kOp, "J without weights", dims[3], {1})
                                    : check_one_of(kOp, "G with weights", dims[2], {1}));
   const int64_t flat[] = {dims[0], dims[1], per_head ? dims[2] : dims[3], dims[4]};
-  DSA_FFI_RETURN_IF_ERROR(read_operands(kOp, q, Dims(flat, 4), k, k_scale, ends, relu, &p, paged));
+  DSA_FFI_RETURN_IF_ERROR(read_products(kOp, q, Dims(flat, 4), k, k_scale, relu, &p, paged));
+  DSA_FFI_RETURN_IF_ERROR(read_ends(kOp, ends, &p));
   DSA_FFI_RETURN_IF_ERROR(optional_data(kOp, "weights", weights, DataType::F32,
                                         {p.batch, p.queries, 1, p.heads}, &p.weights));
   DSA_FFI_RETURN_IF_ERROR(
@@ -329,6 +361,7 @@ ffi::Error indexer_topk_bwd(cudaStream_t stream, BF16 q, BF16 k, F32 weights, An
 DSA_FFI_HANDLER("jax_dsa.indexer_candidates_fwd.v1", indexer_candidates_fwd, kEveryGpu);
 DSA_FFI_HANDLER("jax_dsa.indexer_block_topk_fwd.v1", indexer_block_topk_fwd, kEveryGpu);
 DSA_FFI_HANDLER("jax_dsa.indexer_logits_fwd.v1", indexer_logits_fwd, kEveryGpu);
+DSA_FFI_HANDLER("jax_dsa.indexer_selected_fwd.v1", indexer_selected_fwd, kEveryGpu);
 DSA_FFI_HANDLER("jax_dsa.indexer_topk_bwd.v1", indexer_topk_bwd, kEveryGpu);
 DSA_FFI_HANDLER("jax_dsa.indexer_topk_fwd.v1", indexer_topk_fwd, kEveryGpu);
 

@@ -14,7 +14,7 @@ from support.oracles import indexer as oracle
 
 from jax_dsa import PagedCache, dsa_attention, indexer_logits, indexer_topk, quantize_fp8, topk
 from jax_dsa.core.call import Call
-from jax_dsa.ops.indexer import cuda
+from jax_dsa.ops.indexer import cuda, indexer_selected_logits
 from jax_dsa.ops.indexer.api import TOPK_BWD
 from jax_dsa.ops.indexer.spec import Options, Selected, Selection
 
@@ -91,6 +91,11 @@ def test_empty_axes(empty: str) -> None:
     assert indices.shape == values.shape == (shape["b"], shape["t"], 7)
     if empty == "s":
         assert np.all(np.asarray(indices) == -1) and np.all(np.asarray(values) == -np.inf)
+    for slots in (0, 7):
+        slots = jnp.zeros((shape["b"], shape["t"], slots), jnp.int32)
+        values = indexer_selected_logits(q, k, weights, slots, implementation="cuda")
+        assert values.shape == slots.shape
+        assert empty != "s" or np.all(np.asarray(values) == -np.inf)
 
 
 @pytest.mark.parametrize("dtype", [jnp.bfloat16, FP8], ids=["bf16", "fp8"])
@@ -205,6 +210,34 @@ def test_pages(t: int, page: int, dtype: Any, rng: np.random.Generator) -> None:
         jnp.where(mapped, whole, -jnp.inf), 100, return_values=True, implementation="cuda"
     )
     jax.tree.map(lambda a, b: np.testing.assert_array_equal(a, b), got, expected)
+
+
+@pytest.mark.parametrize("dtype", [jnp.bfloat16, FP8], ids=["bf16", "fp8"])
+@pytest.mark.parametrize("name", SHAPES)
+def test_logits_of_selected_keys(name: str, dtype: Any, rng: np.random.Generator) -> None:
+    """They have the bits of the logits of all keys."""
+    given = inputs(rng, **SHAPES[name], dtype=dtype)
+    del given["starts"], given["ends"]
+    rows, keys = given["index_weights"].shape[:2], given["index_k"].shape[1]
+    indices = rng.integers(-5, keys + 5, (*rows, 150)).astype(np.int32)
+    unusual = rng.choice(np.array([-(2**31), 2**31 - 1], np.int32), indices.shape)
+    indices = np.where(rng.random(indices.shape) < 0.1, unusual, indices)
+    for relu in (True, False):
+        whole = logits(given, "cuda", relu=relu)
+        expected = jnp.take_along_axis(whole, jnp.clip(indices, 0, keys - 1), axis=2)
+        expected = jnp.where((indices >= 0) & (indices < keys), expected, -jnp.inf)
+        select = functools.partial(indexer_selected_logits, implementation="cuda", relu=relu)
+        got = jax.jit(lambda given, select=select: select(**given, indices=indices))(given)
+        np.testing.assert_array_equal(np.asarray(got), np.asarray(expected))
+
+
+@pytest.mark.parametrize("dtype", [jnp.bfloat16, FP8], ids=["bf16", "fp8"])
+def test_a_replayed_selection_has_its_bits(dtype: Any, rng: np.random.Generator) -> None:
+    given = inputs(rng, t=300, s=3000, j=64, c=128, dtype=dtype)
+    indices, recorded = indexer_topk(**given, top_k=512, implementation="cuda")
+    del given["starts"], given["ends"]
+    got = indexer_selected_logits(**given, indices=indices, implementation="cuda")
+    np.testing.assert_array_equal(np.asarray(got), np.asarray(recorded))
 
 
 BACKWARD_SHAPES = {

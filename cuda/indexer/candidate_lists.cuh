@@ -23,10 +23,10 @@ struct ListShared {
   uint32_t is_candidate[1];  // one bit per block that the query sees
 };
 
-// Each CTA makes the list of one query from `slots` numbers of blocks in any order.
+// Each CTA makes the list and the count of one query from `slots` numbers of blocks in any order.
 __global__ void __launch_bounds__(kListThreads)
     list_kernel(const __grid_constant__ IndexerFwdParams p, const __grid_constant__ CandidateRows x,
-                const int32_t* candidates, int64_t slots) {
+                const int32_t* candidates, int64_t slots, int32_t* lists, int32_t* counts) {
   auto& shared = dynamic_shared<ListShared>();
   const int64_t row = blockIdx.x, token = x.first_token + row;
   const int thread = threadIdx.x, warp = thread / 32;
@@ -56,7 +56,7 @@ __global__ void __launch_bounds__(kListThreads)
     if (w < warp) at += shared.warp_sums[w];
     total += shared.warp_sums[w];
   }
-  int32_t* const list = x.lists + row * x.list_size;
+  int32_t* const list = lists + row * x.list_size;
   for (int i = begin; i < end; ++i) {
     for (uint32_t word = shared.is_candidate[i]; word != 0; word &= word - 1) {
       list[at++] = start + (i * 32 + __ffs(word) - 1) * x.block_size;
@@ -67,7 +67,7 @@ __global__ void __launch_bounds__(kListThreads)
     const bool has_last =
         blocks > 0 && shared.is_candidate[(blocks - 1) / 32] >> (blocks - 1) % 32 & 1;
     const int64_t unseen = has_last ? int64_t{blocks} * x.block_size - seen : 0;
-    x.counts[row] = static_cast<int>(int64_t{total} * x.block_size - unseen);
+    counts[row] = static_cast<int>(int64_t{total} * x.block_size - unseen);
   }
 }
 

@@ -1,6 +1,7 @@
 // Lightning indexer inside candidate blocks: the logits of those keys only that a query may select.
 //
-// candidate_lists.cuh says how the candidate keys of a query are numbered.
+// candidate_lists.cuh says how the candidate keys of a query are numbered. Keys that the caller
+// names are candidates in blocks of one key, in any order.
 //
 // Operand layout. Keys are the M dimension of the MMA and the heads of one query its N dimension,
 // as in decode.cuh, whose sums over heads and channels have the same order: a logit has the bits
@@ -46,7 +47,7 @@ struct Units {
     for (; unit < total; unit += gridDim.x) {
       const auto segment = static_cast<int>(unit / x.rows);
       row = unit - segment * x.rows;
-      count = __ldg(x.counts + row);
+      count = x.counts ? __ldg(x.counts + row) : static_cast<int>(x.size);
       first = segment * segment_tiles;
       last = min(first + segment_tiles, ceil_div(count, kTile));
       if (first >= last) continue;
@@ -101,6 +102,7 @@ __device__ void gather(const IndexerFwdParams& p, const CandidateRows& x, int se
   }
   const bool paged = p.page_table != nullptr;
   const int64_t pool_rows = paged ? int64_t{p.pages} * p.page_size : p.keys;
+  const auto keys = static_cast<uint32_t>(p.keys);
   const Position step(Tr::kWarpgroups * kTile, x.block_size);
   RingPlace<Tr::kQStages> q_at = {0, 1};  // the next stages, with the parities of `free`
   RingPlace<Tr::kKeyStages> k_at = {0, 1};
@@ -143,7 +145,7 @@ __device__ void gather(const IndexerFwdParams& p, const CandidateRows& x, int se
 #pragma unroll
       for (int i = 0; i < 2; ++i) {
         row[i] = first_key[i] + at[i].offset;
-        bool valid = at[i].at < units.count;
+        bool valid = at[i].at < units.count && static_cast<uint32_t>(row[i]) < keys;
         if (paged) {
           const int32_t* const table = p.page_table + batch * p.pages_per_request;
           const int page = load_now(table + row[i] / p.page_size, valid, -1);

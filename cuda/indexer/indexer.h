@@ -84,6 +84,16 @@ struct IndexerCandidatesParams {
   int64_t k;         // as in TopkParams
 };
 
+// The logits of keys that the caller names.
+struct IndexerSelectedParams {
+  IndexerFwdParams logits;  // `out` is [batch, queries, slots]; -inf in slots with an index outside
+                            // 0 .. keys - 1. There is no page table, and no range is used.
+  const int32_t* indices;   // [batch, queries, slots]
+  int64_t slots;
+};
+
+cudaError_t launch_indexer_selected(const IndexerSelectedParams& params, cudaStream_t stream);
+
 inline constexpr int64_t kIndexerMaxCandidateBlocks = int64_t{1} << 20;
 
 // Returns the largest number of candidate keys of a query, rounded up to a multiple of 4.

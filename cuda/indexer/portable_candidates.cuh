@@ -35,7 +35,7 @@ __global__ void __launch_bounds__(kPortableThreads, 2)
   const int warp = uniform(threadIdx.x / 32), lane = threadIdx.x % 32;
   const auto segment = static_cast<int>(blockIdx.x / x.rows);
   const int64_t row = blockIdx.x - segment * x.rows;
-  const int count = __ldg(x.counts + row);  // candidate keys
+  const int count = x.counts ? __ldg(x.counts + row) : static_cast<int>(x.size);  // candidate keys
   const int first = segment * segment_tiles;
   const int last = min(first + segment_tiles, ceil_div(count, kHeldRows));
   if (first >= last) return;
@@ -63,7 +63,9 @@ __global__ void __launch_bounds__(kPortableThreads, 2)
       index[i] = -1;
       if (at >= count) continue;
       const int block = at / x.block_size;
-      index[i] = __ldg(list + block) + at - block * x.block_size;
+      const int key = __ldg(list + block) + at - block * x.block_size;
+      if (static_cast<uint32_t>(key) >= static_cast<uint32_t>(p.keys)) continue;
+      index[i] = key;
       if (!paged) continue;
       const int page = __ldg(page_entry(p, batch, index[i] / kTile));
       index[i] = is_mapped_page(p, page) ? page * p.page_size + index[i] % p.page_size : -1;

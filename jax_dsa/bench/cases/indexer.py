@@ -9,7 +9,17 @@ import jax
 import jax.numpy as jnp
 
 import jax_dsa
-from jax_dsa.bench.case import BF16, COPY, FP8, Case, normal, selected_pairs, visible_pairs
+from jax_dsa.bench.case import (
+    BF16,
+    COPY,
+    FP8,
+    Case,
+    causal_selection,
+    normal,
+    selected_pairs,
+    visible_pairs,
+)
+from jax_dsa.ops.indexer import indexer_selected_logits
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -24,7 +34,8 @@ def indexer(size: Scale) -> Iterator[Case]:
     per request, and "paged" the same with a paged cache. Both decode cases count the bytes of the
     keys. "blocks" selects blocks of 128 keys for each head, as MiniMax-M3 does, and "blocks-shared"
     for all heads together. "candidates" selects inside M blocks of b keys, and "shared" means that
-    64 neighbouring queries have the same blocks. The backward pass runs over the selected keys.
+    64 neighbouring queries have the same blocks. "selected" computes the logits of given keys. The
+    backward pass runs over the selected keys.
     """
 
     def make(dims: Dims, dtype: str, key: jax.Array) -> tuple:
@@ -128,6 +139,22 @@ def indexer(size: Scale) -> Iterator[Case]:
             work = {FP8 if dtype == "fp8" else BF16: 2 * 64 * 128 * pairs}
             note = "candidates-shared" if share > 1 else "candidates"
             yield Case("indexer", "fwd", dims, dtype, build, call, work, note=note)
+
+    def make_selection(dims: Dims, dtype: str, key: jax.Array) -> tuple:
+        q, k, weights, _, *k_scale = make(dims, dtype, key)
+        return q, k, weights, causal_selection(key, *(dims[x] for x in "TSK"))[None], *k_scale
+
+    def replay(
+        q: Any, k: Any, weights: Any, indices: Any, k_scale: Any = None, **kwargs: Any
+    ) -> Any:
+        return indexer_selected_logits(q, k, weights, indices, index_k_scale=k_scale, **kwargs)
+
+    for dtype, s in (("fp8", 8192), ("bf16", 8192), ("fp8", 131072), ("bf16", 131072)):
+        dims = size(T=8192, S=s, J=64, C=128, K=2048)
+        pairs = selected_pairs(dims["T"], dims["S"], dims["K"])
+        build = functools.partial(make_selection, dims, dtype)
+        work = {FP8 if dtype == "fp8" else BF16: 2 * 64 * 128 * pairs}
+        yield Case("indexer", "fwd", dims, dtype, build, replay, work, note="selected")
 
     for s in (8192, 131072):
         for per_head in (True, False):

@@ -70,6 +70,12 @@ SELECTED_FWD = Pass(
     xla.indexer_selected_fwd,
     shardable="b t",
     shard_queries_on_idle_axes=True,
+    kernel=Kernel(
+        cuda.indexer_selected_fwd,
+        cuda.selected_fwd_supports,
+        limits=f"bfloat16 or float8_e4m3fn; {_LIMITS}",
+        portable=cuda.selected_fwd_supports,
+    ),
 )
 
 
@@ -334,8 +340,9 @@ def indexer_selected_logits(
 ) -> Float[Array, "B T K"]:
     """Returns the `indexer_logits` of keys that are selected already.
 
-    It replays a recorded selection: the logits are those that `indexer_topk` would return for the
-    same keys, and they have the same gradients. The batch axis may be absent from all arguments.
+    It replays a recorded selection without scoring all keys: the logits are those that
+    `indexer_topk` would return for the same keys, and they have the same gradients. If kernels
+    compute both, they are equal bit for bit. The batch axis may be absent from all arguments.
 
     Args:
         index_q: As in `indexer_logits`.
@@ -345,7 +352,7 @@ def indexer_selected_logits(
             empty slots.
         index_k_scale: As in `indexer_logits`.
         relu: As in `indexer_logits`.
-        implementation: None or "xla"; the forward pass has no kernel.
+        implementation: As in `indexer_logits`.
 
     Returns:
         Logits of shape [B, T, K], float32, -inf in empty slots. They are differentiable in index_q,
@@ -353,7 +360,7 @@ def indexer_selected_logits(
 
     Raises:
         TypeError, ValueError: If an argument has the wrong type or shape.
-        NotImplementedError: For forward mode, gradients of gradients, or `implementation="cuda"`.
+        NotImplementedError: As in `indexer_logits`.
 
     Examples:
         >>> import jax, jax.numpy as jnp

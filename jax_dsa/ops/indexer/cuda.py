@@ -77,6 +77,15 @@ def topk_fwd_supports(options: Options, x: Operands) -> str | None:
     return logits_fwd_supports(options, x) or selects(options.top_k, keys)
 
 
+def selected_fwd_supports(options: Options, x: Selected) -> str | None:
+    """Returns why the kernel does not support the logits of a selection, or None if it does."""
+    if x.indices.shape[2] > MAX_KEYS:
+        return f"it takes K up to {MAX_KEYS}, got K={x.indices.shape[2]}"
+    if x.q.dtype not in (jnp.bfloat16, FP8):
+        return f"it takes bfloat16 or float8_e4m3fn, got {x.q.dtype}"
+    return _shapes_supported(x.q, x.k)
+
+
 def topk_bwd_supports(options: Options, x: Selected, dy: Selection) -> str | None:
     """Returns why the kernels of the backward pass do not support a call, or None if they do."""
     if options.deterministic:
@@ -207,6 +216,13 @@ def _candidate_block(options: Options, keys: int) -> int:
     """Returns the number of keys in a candidate block, at most that of all keys."""
     assert options.candidate_block_size is not None
     return min(options.candidate_block_size, max(1, keys))
+
+
+def indexer_selected_fwd(options: Options, avals: Selection, x: Selected) -> Selection:
+    """Runs the kernel of `xla.indexer_selected_fwd`."""
+    relu = np.bool_(options.relu)
+    (logits,) = ffi.call("jax_dsa.indexer_selected_fwd.v1", x, [avals.logits], relu=relu)
+    return Selection(x.indices, logits)
 
 
 def indexer_topk_bwd(options: Options, avals: Gradients, x: Selected, dy: Selection) -> Gradients:

@@ -68,6 +68,7 @@ RECORD(launch_indexer_block_topk, IndexerBlockTopkParams)
 RECORD(launch_indexer_bwd, IndexerBwdParams)
 RECORD(launch_indexer_candidates, IndexerCandidatesParams)
 RECORD(launch_indexer_fwd, IndexerFwdParams)
+RECORD(launch_indexer_selected, IndexerSelectedParams)
 RECORD(launch_indexer_topk, IndexerTopkParams)
 RECORD(launch_kl_rows, KlRowsParams)
 RECORD(launch_mean_pool_bwd, MeanPoolParams)
@@ -611,6 +612,25 @@ void test_indexer_candidates() {
          "indexer_candidates_fwd: min(K, M * block_size) is 5000, expected 0 to 4096");
 }
 
+void test_indexer_selected() {
+  const auto logits_of = [](Array k, Array weights, Array k_scale, Array indices, Array logits) {
+    return indexer_selected_fwd(nullptr, bf16({2, 3, 40, 128}), k, weights, k_scale, indices,
+                                logits, true);
+  };
+  const Array k = bf16({2, 500, 128}), weights = f32({2, 3, 40}), some = s32({2, 3, 70});
+  const IndexerSelectedParams& p = launched<IndexerSelectedParams>;
+  expect("selected keys", logits_of(k, weights, f32({2, 500}), some, f32({2, 3, 70})));
+  check_true("their slots", p.indices && p.slots == 70 && p.logits.out && p.logits.relu);
+  check_true("their keys", p.logits.keys == 500 && p.logits.heads == 40 && p.logits.k_scale);
+  check_true("no ranges", !p.logits.starts && !p.logits.ends && !p.logits.page_table);
+  expect("weights of one query", logits_of(k, f32({2, 1, 40}), kAbsent, some, f32({2, 3, 70})),
+         "indexer_selected_fwd: 'weights' has shape (2, 1, 40), expected (2, 3, 40)");
+  expect("selected keys of one query", logits_of(k, weights, kAbsent, s32({2, 1, 70}), f32({})),
+         "indexer_selected_fwd: 'indices' has shape (2, 1, 70), expected (2, 3, 70)");
+  expect("too few logits", logits_of(k, weights, kAbsent, some, f32({2, 3, 69})),
+         "indexer_selected_fwd: 'logits' has shape (2, 3, 69), expected (2, 3, 70)");
+}
+
 void test_mean_pool() {
   const auto forward = [](Array values, Array starts, Array keys, int64_t ratio) {
     return mean_pool_fwd(nullptr, values, starts, keys, ratio);
@@ -763,6 +783,7 @@ int main() {
   test_mqa_decode();
   test_htree();
   test_indexer_candidates();
+  test_indexer_selected();
   test_mean_pool();
   test_indexer_block_topk();
   test_topk();

@@ -1,6 +1,7 @@
 // Test problems of the indexer inside candidate blocks, for the emulator and for tests/kernels/gpu.
 // The expected result is the top-k of the logits of all keys, which the caller's kernel computes,
-// with -inf outside of the candidate blocks. The kernels must return it bit for bit.
+// with -inf outside of the candidate blocks. The kernels must return it bit for bit. So must the
+// kernel for the logits of named keys, which has the same operands.
 #pragma once
 
 #include <algorithm>
@@ -8,6 +9,7 @@
 #include <cmath>
 #include <cstdint>
 #include <cstdio>
+#include <cstring>
 #include <random>
 #include <vector>
 
@@ -51,6 +53,39 @@ inline const Case kCases[] = {
     {"bf16 C32, no keys", kBF16, 32, 16, 1, 2, 0, 3, 1, 5},
     {"bf16 C32, no queries", kBF16, 32, 16, 1, 0, 20, 3, 8, 5},
 };
+
+// Compares the logits of named keys with those of all keys. Some indices name no key. `params` are
+// the operands of a case without pages, and `slots` the keys of each query.
+template <typename Memory, typename Launch>
+bool check_selected(const char* name, IndexerFwdParams p, int64_t slots, std::mt19937_64& random,
+                    Memory& memory, Launch launch_logits) {
+  const int64_t tokens = p.batch * p.queries;
+  std::vector<int32_t> indices;
+  for (int64_t i = 0; i < tokens * slots; ++i) {
+    const int32_t unusual[] = {-1, INT_MAX, INT_MIN, static_cast<int>(p.keys)};
+    indices.push_back(p.keys == 0 || random() % 8 == 0 ? unusual[random() % 4]
+                                                       : static_cast<int>(random() % p.keys));
+  }
+  p.starts = memory.put(std::vector<int32_t>(tokens, 0));
+  p.ends = memory.put(std::vector<int32_t>(tokens, static_cast<int>(p.keys)));
+  if (tokens * p.keys > 0) memory.require(launch_logits(p));
+  const std::vector<float> all = memory.get(p.out, tokens * p.keys);
+  p.starts = p.ends = nullptr;
+  p.out = memory.template room<float>(tokens * slots);
+  memory.require(jax_dsa::launch_indexer_selected({p, memory.put(indices), slots}, nullptr));
+  const std::vector<float> got = memory.get(p.out, tokens * slots);
+  int64_t wrong = 0, named = 0;
+  for (int64_t i = 0; i < tokens * slots; ++i) {
+    const bool is_key = indices[i] >= 0 && indices[i] < p.keys;
+    const float expected = is_key ? all[i / slots * p.keys + indices[i]] : -INFINITY;
+    wrong += std::isnan(expected) ? !std::isnan(got[i]) : memcmp(&expected, &got[i], 4) != 0;
+    named += is_key;
+  }
+  printf("%-4s %-34s %lld of %lld named keys wrong\n", wrong == 0 ? "ok" : "BAD", name,
+         (long long)wrong, (long long)named);
+  fflush(stdout);
+  return wrong == 0;
+}
 
 // Runs a case. `Memory` provides `put`, `room` (returns poisoned memory), `get` and `require`;
 // launch_logits(params) computes the logits of all keys.
@@ -152,7 +187,8 @@ bool run(const Case& c, uint64_t seed, Memory& memory, Launch launch_logits) {
          wrong == 0 ? "ok" : "BAD", c.name, (unsigned long long)seed, (long long)wrong,
          (long long)tokens, (long long)selected);
   fflush(stdout);
-  return wrong == 0;
+  const bool good = paged || check_selected(c.name, p, c.slots, random, memory, launch_logits);
+  return wrong == 0 && good;
 }
 
 }  // namespace indexer_candidates_problem
