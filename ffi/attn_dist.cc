@@ -17,7 +17,8 @@ ffi::Error attn_dist_fwd(cudaStream_t stream, BF16 q, BF16 kv, S32 indices, F32 
                          Attr<float, "scale"> scale) {
   constexpr const char* kOp = "attn_dist_fwd";
   AttnDistFwdParams params = {};
-  DSA_FFI_RETURN_IF_ERROR(read_operands(kOp, q, kv, indices, ends, topk_length, &params));
+  DSA_FFI_RETURN_IF_ERROR(
+      read_operands(kOp, q, kv, indices, ends, topk_length, &params, {}, limits::attn_dist::kDims));
   DSA_FFI_RETURN_IF_ERROR(read_sinks(kOp, sinks, &params));
   const int64_t batch = params.batch, queries = params.queries, slots = params.slots;
   DSA_FFI_RETURN_IF_ERROR(

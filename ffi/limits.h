@@ -22,7 +22,7 @@ namespace jax_dsa::limits {
 inline constexpr int64_t kInt32Max = INT32_MAX;
 
 namespace attn_dist {
-inline constexpr int64_t kDims[] = {576, 512};
+inline constexpr int64_t kDims[] = {576, 512, 256, 192, 128, 64};
 }
 
 namespace block_mask {

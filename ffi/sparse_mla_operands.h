@@ -1,6 +1,8 @@
 // The operands that the handlers of sparse MLA, attn_dist and mqa_decode share.
 #pragma once
 
+#include <cstddef>
+
 #include "ffi/common.h"
 #include "ffi/limits.h"
 #include "sparse_mla/sparse_mla.h"
@@ -14,17 +16,19 @@ struct KeyLayout {
 };
 
 // Reads q [B, T, N, D], kv [B, S, G, D], indices [B, T, G, K], ends [B, T]?, topk_length [B, T]?.
-template <typename Keys, typename Indices, typename Params>
+// D is one of `dims`.
+template <typename Keys, typename Indices, typename Params, size_t kDimCount = 2>
 ffi::Error read_operands(const char* op, const BF16& q, const Keys& kv, const Indices& indices,
                          const AnyBuffer& ends, const AnyBuffer& topk_length, Params* params,
-                         KeyLayout layout = {}) {
+                         KeyLayout layout = {},
+                         const int64_t (&dims)[kDimCount] = limits::sparse_mla::kDims) {
   DSA_FFI_RETURN_IF_ERROR(check_rank(op, "q", q.dimensions(), {"B", "T", "N", "D"}));
   DSA_FFI_RETURN_IF_ERROR(check_rank(op, "kv", kv.dimensions(), {"B", "S", "G", "D"}));
   DSA_FFI_RETURN_IF_ERROR(check_rank(op, "indices", indices.dimensions(), {"B", "T", "G", "K"}));
   const int64_t batch = q.dimensions()[0], queries = q.dimensions()[1], heads = q.dimensions()[2];
   const int64_t dim = q.dimensions()[3], keys = kv.dimensions()[1], groups = kv.dimensions()[2];
   const int64_t slots = indices.dimensions()[3];
-  DSA_FFI_RETURN_IF_ERROR(check_one_of(op, "D", dim, limits::sparse_mla::kDims));
+  DSA_FFI_RETURN_IF_ERROR(check_one_of(op, "D", dim, dims));
   DSA_FFI_RETURN_IF_ERROR(check_groups(op, heads, groups));
   DSA_FFI_RETURN_IF_ERROR(check_range(op, "N", heads, 0, limits::kInt32Max));
   DSA_FFI_RETURN_IF_ERROR(check_range(op, "K", slots, 0, limits::kInt32Max));

@@ -12,6 +12,8 @@ import pytest
 from support.compare import assert_as_good_as, assert_matches
 
 from jax_dsa import attn_dist, sparse_mla
+from jax_dsa.ops.attn_dist import cuda, xla
+from jax_dsa.ops.attn_dist.spec import Operands, Options, Results
 
 pytestmark = pytest.mark.gpu
 
@@ -80,6 +82,32 @@ def test_options(rng: np.random.Generator) -> None:
     compare(q, kv, indices, scale=0.01)
     compare(q, kv, indices, is_causal=True, query_start=jnp.array([3, 400]), key_stride=2)
     compare(q, kv, indices, sinks=jnp.asarray(sinks), topk_length=length, head_group=None)
+
+
+GROUPED = {
+    "D 128, 4 groups of 16": ({"t": 62, "s": 777, "n": 64, "g": 4, "d": 128, "k": 2048}, 16),
+    "D 256, 2 groups of 12": ({"t": 33, "s": 400, "n": 24, "g": 2, "d": 256, "k": 200}, 12),
+    "D 192, one head each": ({"t": 9, "s": 400, "n": 3, "g": 3, "d": 192, "k": 131}, 1),
+    "D 64, sums of 8": ({"t": 20, "s": 300, "n": 64, "d": 64, "k": 70}, 8),
+    "D 128, groups of 40": ({"t": 9, "s": 90, "n": 80, "g": 2, "d": 128, "k": 99}, 40),
+    "D 64, many queries": ({"b": 1, "t": 70000, "s": 200, "n": 8, "g": 2, "d": 64, "k": 16}, 4),
+}
+
+
+@pytest.mark.parametrize("name", GROUPED)
+def test_dims_of_grouped_heads(name: str, rng: np.random.Generator) -> None:
+    """The operator does not take these dims yet, so the test calls the kernel itself."""
+    shape, head_group = GROUPED[name]
+    q, kv, indices = inputs(rng, **shape)
+    lse = jnp.asarray(rng.standard_normal(q.shape[:3]) + 2, jnp.float32)
+    options = Options(scale=q.shape[3] ** -0.5, head_group=head_group)
+    sums = q.shape[0], q.shape[2] // head_group, q.shape[1], indices.shape[3]
+    avals = Results(jax.ShapeDtypeStruct(sums, jnp.float32))
+    given = Operands(q, kv, indices, lse, ends=None, topk_length=None, sinks=None)
+    got = jax.jit(functools.partial(cuda.attn_dist_fwd, options, avals))(given)
+    exact = given._replace(q=q.astype(jnp.float32), kv=kv.astype(jnp.float32))
+    expected = jax.jit(functools.partial(xla.attn_dist_fwd, options))(exact)
+    assert_matches(got.dist, expected.dist, tol=2e-5)
 
 
 @pytest.mark.parametrize("empty", ["k", "s", "t", "b"])

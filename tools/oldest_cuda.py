@@ -149,7 +149,8 @@ KERNELS = {
 # Portable kernels, which are also compiled for the oldest GPU.
 PORTABLE = {
     "attn_dist/portable_fwd.cuh": [
-        "attn_dist::portable_fwd_kernel<jax_dsa::attn_dist::PortableTraits<576, 2, 2, 1>>"
+        f"attn_dist::portable_fwd_kernel<jax_dsa::attn_dist::PortableTraits<{traits}>>"
+        for traits in ("576, 2, 2, 1", "128, 1, 3, 2, 4")
     ],
     "mqa_decode/combine.cuh": KERNELS["mqa_decode/combine.cuh"],
     "fp8/portable_matmul.cuh": ["fp8::portable_matmul_kernel<jax_dsa::fp8::PortableMany>"],

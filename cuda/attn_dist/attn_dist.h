@@ -29,7 +29,7 @@ struct AttnDistFwdParams {
   int groups;      // KV head groups
   int head_group;  // consecutive heads per sum; divides heads / groups
   int slots;
-  int dim;  // 576 or 512
+  int dim;  // 576, 512, 256, 192, 128 or 64; the Hopper kernel takes the first two
   int sinks_stride;
   float scale;
 };

@@ -21,6 +21,7 @@ cudaError_t launch(const AttnDistFwdParams& p, cudaStream_t stream) {
 cudaError_t launch_attn_dist_fwd(const AttnDistFwdParams& p, cudaStream_t stream) {
   if (p.batch == 0 || p.queries == 0 || p.heads == 0 || p.slots == 0) return cudaSuccess;
   if (!attn_dist::is_valid(p)) return cudaErrorInvalidValue;
+  if (p.dim < 512) return cudaErrorNotSupported;
   return p.dim == 576 ? launch<576>(p, stream) : launch<512>(p, stream);
 }
 

@@ -40,7 +40,8 @@ struct alignas(1024) Shared {
 // Returns whether the kernels accept the parameters.
 inline bool is_valid(const AttnDistFwdParams& p) {
   return p.groups > 0 && p.heads % p.groups == 0 && p.head_group > 0 &&
-         p.heads / p.groups % p.head_group == 0 && (p.dim == 576 || p.dim == 512);
+         p.heads / p.groups % p.head_group == 0 &&
+         (p.dim == 576 || p.dim == 512 || (p.dim >= 64 && p.dim <= 256 && p.dim % 64 == 0));
 }
 
 // How the heads of one KV head group are divided into head tiles and work tiles.

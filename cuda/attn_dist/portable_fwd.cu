@@ -1,5 +1,7 @@
 // Launcher of the portable attn_dist forward kernel.
 
+#include <algorithm>
+
 #include "attn_dist/attn_dist.h"
 #include "attn_dist/portable_fwd.cuh"
 #include "common/launch.cuh"
@@ -40,13 +42,40 @@ cudaError_t launch_tiles(const AttnDistFwdParams& p, const Device& device, cudaS
                                    : launch_slots<kD, 2, 4, 1>(p, device, stream);
 }
 
+// Launches the kernel for the dims of grouped-query attention, whose key tiles fit in the shared
+// memory of every GPU. kKeyWarps and kSlots are for few heads.
+template <int kD, int kKeyWarps = 4, int kSlots = 3>
+cudaError_t launch_small_dims(const AttnDistFwdParams& p, const Device& device,
+                              cudaStream_t stream) {
+  const bool few_heads = p.heads == p.groups * p.head_group && p.head_group <= 16;
+  using Few = PortableTraits<kD, 1, kSlots, 2, kKeyWarps>;
+  using Many = PortableTraits<kD, 1, 3, 2>;
+  static_assert(std::max(sizeof(PortableShared<Few>), sizeof(PortableShared<Many>)) <=
+                kMinSharedBytes);
+  return few_heads ? launch_portable<Few>(p, device, stream)
+                   : launch_portable<Many>(p, device, stream);
+}
+
 }  // namespace
 
 cudaError_t launch_attn_dist_fwd(const AttnDistFwdParams& p, const Device& device,
                                  cudaStream_t stream) {
   if (p.batch == 0 || p.queries == 0 || p.heads == 0 || p.slots == 0) return cudaSuccess;
   if (!is_valid(p)) return cudaErrorInvalidValue;
-  return p.dim == 576 ? launch_tiles<576>(p, device, stream) : launch_tiles<512>(p, device, stream);
+  switch (p.dim) {
+    case 576:
+      return launch_tiles<576>(p, device, stream);
+    case 512:
+      return launch_tiles<512>(p, device, stream);
+    case 256:
+      return launch_small_dims<256, 2>(p, device, stream);
+    case 192:
+      return launch_small_dims<192, 4, 2>(p, device, stream);
+    case 128:
+      return launch_small_dims<128>(p, device, stream);
+    default:
+      return launch_small_dims<64>(p, device, stream);
+  }
 }
 
 }  // namespace jax_dsa::portable

@@ -154,7 +154,12 @@ def indexer(size: Scale) -> Iterator[Case]:
         pairs = selected_pairs(dims["T"], dims["S"], dims["K"])
         build = functools.partial(make_selection, dims, dtype)
         work = {FP8 if dtype == "fp8" else BF16: 2 * 64 * 128 * pairs}
-        yield Case("indexer", "fwd", dims, dtype, build, replay, work, note="selected")
+        all_slots = 2 * 64 * 128 * dims["T"] * dims["K"]
+        yield Case(
+            *("indexer", "fwd", dims, dtype, build, replay, work),
+            note="selected",
+            all_slots=all_slots,
+        )
 
     for s in (8192, 131072):
         for per_head in (True, False):

@@ -252,4 +252,22 @@ inline const Case kCases[] = {
     {"no keys", 1, 9, 0, 128, 1, 64, 576, 70},
 };
 
+// The dims of grouped-query attention.
+inline const Case kSmallDims[] = {
+    {"D 128, 4 groups of 16", 1, 3, 300, 64, 4, 16, 128, 250},
+    {"D 256, 2 groups of 12", 2, 2, 90, 24, 2, 12, 256, 200, true, true, true, 1},
+    {"D 192, one head each", 1, 4, 70, 3, 3, 1, 192, 131, true, true, false, 2},
+    {"D 64, 4 groups of 7", 1, 5, 300, 28, 4, 7, 64, 513, true, false, true},
+    {"D 128, 2 groups of 40", 1, 3, 90, 80, 2, 40, 128, 99, true, true, false, 1},
+    {"D 64, sums of 8", 2, 2, 90, 64, 1, 8, 64, 70, true},
+    {"D 192, 160 heads joined", 1, 2, 90, 160, 1, 160, 192, 130, false, false, true, 2},
+    {"D 256, 96 heads", 1, 2, 90, 96, 1, 24, 256, 70, false, true, true},
+    {"D 128, huge scores", 2, 2, 90, 32, 2, 16, 128, 140, true, false, true, 2, 0.9f, false, false,
+     false, -1e9f},
+    {"D 128, most queries empty", 1, 20, 90, 16, 1, 16, 128, 260, false, false, true, 0, 0.f, false,
+     false, true},
+    {"D 64, no slots", 1, 3, 10, 16, 1, 16, 64, 0},
+    {"D 64, no keys", 1, 3, 0, 16, 2, 8, 64, 130},
+};
+
 }  // namespace jax_dsa

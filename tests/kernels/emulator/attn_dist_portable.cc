@@ -14,9 +14,16 @@ int main(int argc, char** argv) {
   emulator::on_gpus(argc, argv, cases, emulator::kPortableGpus, [&](const Case& c) {
     check(c, launch, emulator::schedules(argc, argv, &c - kCases));
   });
+  const auto small = emulator::cases(
+      argc, argv, kSmallDims,
+      {"D 128, 4 groups of 16", "D 256, 2 groups of 12", "D 64, sums of 8", "D 64, no keys"});
+  emulator::on_gpus(argc, argv, small, emulator::kPortableGpus, [&](const Case& c) {
+    check(c, launch, emulator::schedules(argc, argv, &c - kSmallDims));
+  });
   for (const char* name : {"adversarial, two sums", "groups, small sums"}) {
     check_far(emulator::named(kCases, name), launch);
   }
+  check_far(emulator::named(kSmallDims, "D 256, 2 groups of 12"), launch);
   printf(failures ? "FAILED %d\n" : "all good\n", failures);
   return failures != 0;
 }

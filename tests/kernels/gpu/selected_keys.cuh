@@ -32,10 +32,12 @@ __global__ void poison_rows(bf16* kv, const uint8_t* used, int64_t rows, int dim
       for (int i = threadIdx.x; i < dim; i += blockDim.x) kv[r * dim + i] = __float2bfloat16(NAN);
 }
 // Fills the slots of query t, which sees visible_first + t keys: random, or distinct and ascending.
-__global__ void bench_indices(int32_t* idx, int T, int K, int visible_first, bool ascending) {
-  for (int64_t i = blockIdx.x * int64_t{blockDim.x} + threadIdx.x; i < int64_t{T} * K;
+// A query has a list for each of G KV heads.
+__global__ void bench_indices(int32_t* idx, int T, int K, int visible_first, bool ascending,
+                              int G = 1) {
+  for (int64_t i = blockIdx.x * int64_t{blockDim.x} + threadIdx.x; i < int64_t{T} * G * K;
        i += int64_t{gridDim.x} * blockDim.x) {
-    const int t = i / K, k = i % K, visible = visible_first + t;
+    const int t = i / K / G, k = i % K, visible = visible_first + t;
     const uint64_t h = mix(i);
     idx[i] = ascending ? (int)(((double)k + (h >> 12) * 0x1p-52) * visible / K) : h % visible;
   }

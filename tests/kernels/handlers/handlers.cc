@@ -497,8 +497,8 @@ void test_sparse_mla() {
 }
 
 void test_attn_dist() {
-  const auto forward = [](Array sinks) {
-    return attn_dist_fwd(nullptr, bf16({2, 3, 8, 576}), bf16({2, 9, 1, 576}), s32({2, 3, 1, 4}),
+  const auto forward = [](Array sinks, int64_t dim = 576) {
+    return attn_dist_fwd(nullptr, bf16({2, 3, 8, dim}), bf16({2, 9, 1, dim}), s32({2, 3, 1, 4}),
                          f32({2, 3, 8}), kAbsent, kAbsent, sinks, kAbsent, f32({2, 3, 4}), 1.f);
   };
   expect("no sinks", forward(kAbsent));
@@ -507,6 +507,10 @@ void test_attn_dist() {
   check_true("their stride", launched<AttnDistFwdParams>.sinks_stride == 8);
   expect("sinks that the batch shares", forward(f32({1, 8})));
   check_true("their stride", launched<AttnDistFwdParams>.sinks_stride == 0);
+  expect("small dims", forward(kAbsent, 192));
+  check_true("their size", launched<AttnDistFwdParams>.dim == 192);
+  expect("other dims", forward(kAbsent, 96),
+         "attn_dist_fwd: D is 96, expected 576, 512, 256, 192, 128 or 64");
 }
 
 void test_mqa_decode() {
