@@ -23,6 +23,7 @@ from jax_dsa import (
     indexer_logits,
     indexer_topk,
 )
+from jax_dsa.ops.indexer import indexer_selected_logits
 
 KERNEL = {"T": (1, 5), "S": (70, 300), "J": (4, 64), "C": (32, 64, 128)}
 
@@ -226,6 +227,31 @@ def draw_indexer_topk(c: Draw, r: Draw) -> Call:
     return without_batch(call) if B == 1 and c.chance() and not paged else call
 
 
+def draw_indexer_selected_logits(c: Draw, r: Draw) -> Call:
+    B, T, S, J, C, K = c.dims(KERNEL | {"K": (1, 150)}, B=3, T=4, S=10, J=3, C=5, K=12)
+    kwargs = {
+        **draw_inputs(c, r, B, T, S, J, C),
+        "indices": r.positions(S, B, T, K),
+        "relu": c.flag(0.8),
+    }
+    kwargs["index_weights"] = draw_weights(c, kwargs["index_weights"])
+
+    def want(indices: Any, **kwargs: Any) -> list[np.ndarray]:
+        I = logits_of(**kwargs, is_causal=False, query_start=0, starts=None, ends=None)
+        return [topk_oracle.values(I, np.where(indices < I.shape[2], indices, -1))]
+
+    call = Call(
+        indexer_selected_logits,
+        kwargs,
+        want,
+        (result_dtype(kwargs),),
+        diff=gradients(kwargs),
+        poison=("index_k",),
+        peak=30.0,
+    )
+    return without_batch(call) if B == 1 and c.chance() else call
+
+
 def draw_blocks(c: Draw, sizes: tuple[int, ...]) -> dict[str, Any]:
     """Draws the arguments that determine which blocks there are and how many are selected."""
     edges = [INT_MAX] if c.edge else []
@@ -356,6 +382,7 @@ def draw_block_topk(c: Draw, r: Draw) -> Call:
 GENERATORS = {
     "indexer_logits": draw_indexer_logits,
     "indexer_topk": draw_indexer_topk,
+    "indexer_selected_logits": draw_indexer_selected_logits,
     "indexer_block_topk": draw_indexer_block_topk,
     "block_topk": draw_block_topk,
 }

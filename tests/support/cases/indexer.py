@@ -7,6 +7,7 @@ import numpy as np
 from jax.sharding import PartitionSpec as P
 
 from jax_dsa import PagedCache, indexer_block_topk, indexer_logits, indexer_topk
+from jax_dsa.ops.indexer import indexer_selected_logits
 from support.cases import TransformCase
 
 B, T, J, C, S, K = 8, 8, 3, 5, 12, 4
@@ -56,6 +57,14 @@ def make_candidate_args(rng: np.random.Generator) -> tuple:
 
 def select_inside(q, k, weights, blocks):
     return indexer_topk(q, k, weights, K, candidates=blocks, candidate_block_size=3)
+
+
+def make_selected_args(rng: np.random.Generator) -> tuple:
+    return *make_args(rng), jnp.asarray(rng.integers(-1, S + 1, size=(B, T, K)), jnp.int32)
+
+
+def logits_of_selected(q, k, weights, indices):
+    return indexer_selected_logits(q, k, weights, indices)
 
 
 def select_blocks(q, k, weights, k_scale, starts, ends):
@@ -122,6 +131,13 @@ CASES = [
         "indexer_topk-candidates",
         select_inside,
         make_candidate_args,
+        (0, 1, 2),
+        {"batch": (P("x"),) * 4, "query": (P(None, "x"), P(), P(None, "x"), P(None, "x"))},
+    ),
+    TransformCase(
+        "indexer_selected_logits",
+        logits_of_selected,
+        make_selected_args,
         (0, 1, 2),
         {"batch": (P("x"),) * 4, "query": (P(None, "x"), P(), P(None, "x"), P(None, "x"))},
     ),
