@@ -72,6 +72,7 @@ def test_quantize_runs_its_kernel_by_default(rng: np.random.Generator) -> None:
     )
 
 
+@pytest.mark.several_gpus
 def test_quantize_under_vmap_and_on_meshes(rng: np.random.Generator) -> None:
     x = random(rng, 8, 6, 300, dtype=ml_dtypes.bfloat16)
     want = on_cpu(x)
@@ -185,6 +186,7 @@ def test_matmul(dtype: Any, shape: tuple, rng: np.random.Generator) -> None:
     np.testing.assert_array_equal(np.asarray(again, np.float64), got)
 
 
+@pytest.mark.several_gpus
 def test_matmul_under_vmap_and_on_meshes(rng: np.random.Generator) -> None:
     a, b = random(rng, 8, 40, 300), random(rng, 8, 256, 300)
     want, size = product(a, b)

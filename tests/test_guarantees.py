@@ -195,6 +195,7 @@ def test_any_number_of_heads(heads: int, implementation: str, rng: np.random.Gen
 
 
 @both
+@pytest.mark.several_gpus
 def test_deterministic_gradients_repeat_bit_for_bit(
     implementation: str, rng: np.random.Generator
 ) -> None:

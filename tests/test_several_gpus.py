@@ -29,7 +29,7 @@ from jax_dsa.training.steps import Program
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-pytestmark = pytest.mark.gpu
+pytestmark = [pytest.mark.gpu, pytest.mark.several_gpus]
 
 B, T, S, N, D, K, J, C = 2, 66, 500, 128, 576, 192, 64, 128
 
