@@ -1,7 +1,8 @@
-"""The tool that runs GPU tests, on machines with simulated GPUs."""
+"""The tools that run GPU tests and the sanitizer, on machines with simulated GPUs."""
 
 from __future__ import annotations
 
+import os
 import re
 import sys
 import time
@@ -206,3 +207,84 @@ def test_pytest_writes_every_result(
     assert "| portable | 4 | 1 | 2 | 1 | 0 |" in text
     assert "test_of_a_broken_fixture: ValueError: a fixture fails" in text
     assert "portable: 1 skipped: one GPU" in text
+
+
+# In place of nvcc and compute-sanitizer.
+NVCC = """#!/bin/sh
+echo "$@" >> {log}
+"""
+SANITIZER = """#!/bin/sh
+echo "$@ ${{JAX_DSA_TIER:-hopper}} GPU $CUDA_VISIBLE_DEVICES" >> {log}
+case "$*" in
+  *_race) echo "RACECHECK SUMMARY: 1 hazard displayed" ;;
+  *memcheck*topk_check*) echo "ERROR SUMMARY: 2 errors" ;;
+  *racecheck*) echo "RACECHECK SUMMARY: 0 hazards displayed" ;;
+  *) echo "ERROR SUMMARY: 0 errors" ;;
+esac
+"""
+
+
+@pytest.fixture(name="sanitize")
+def fixture_sanitize(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> ModuleType:
+    """tools/sanitize.py on a machine with two GPUs and the tools above, which log their calls."""
+    for name, script in (("nvcc", NVCC), ("compute-sanitizer", SANITIZER)):
+        (tmp_path / name).write_text(script.format(log=tmp_path / f"{name}.log"))
+        (tmp_path / name).chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tmp_path}{os.pathsep}{os.environ['PATH']}")
+    monkeypatch.delenv("CUDACXX", raising=False)
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0,1")
+    return load_script("tools/sanitize.py", monkeypatch)
+
+
+def calls(tmp_path: Path, tool: str) -> list[str]:
+    return (tmp_path / f"{tool}.log").read_text().splitlines()
+
+
+HOPPER_SOURCES = ("cuda/htree/bwd.cu", "cuda/htree/fwd.cu", "cuda/topk/cluster.cu")
+
+
+def test_programs_share_objects(sanitize: ModuleType, tmp_path: Path) -> None:
+    assert sanitize.main(["--build", str(tmp_path / "programs"), "--only", "htree", "topk"]) == 0
+    compiled = [c for c in calls(tmp_path, "nvcc") if " -c cuda/" in c]
+    sources = [c.split(" -c ")[1].split()[0] for c in compiled]
+    assert len({*sources}) == len(sources) and "cuda/htree/fwd.cu" in sources
+    for call, source in zip(compiled, sources):
+        assert ("sm_90a" in call) == (source in HOPPER_SOURCES), call
+    (link,) = [c for c in calls(tmp_path, "nvcc") if c.endswith("/topk_check")]
+    assert [x.rsplit("/")[-1] for x in link.split() if x.endswith(".o")] == [
+        *("tests.kernels.gpu.topk_check.cu.o", "cuda.topk.cluster.cu.o", "cuda.topk.dispatch.cu.o")
+    ]
+
+
+def test_sources_compile_in_one_way_for_all_programs(sanitize: ModuleType, tmp_path: Path) -> None:
+    """Otherwise one program would get the object of another."""
+    programs = {p: sanitize.build_steps([p], tmp_path)[0] for p in sanitize.CHECKS}
+    commands = {tuple(c) for steps in programs.values() for c in steps}
+    assert len(commands) == len(sanitize.build_steps(sanitize.CHECKS, tmp_path)[0])
+
+
+def test_the_sanitizer_runs_on_all_gpus_in_both_tiers(
+    sanitize: ModuleType, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    tools = ["--only", "topk_check", "losses", "--tools", "racecheck", "memcheck"]
+    configurations = ["--configurations", "hopper", "portable-99", "--jobs", "4"]
+    folders = ["--programs", str(tmp_path / "programs"), "--output", str(tmp_path / "logs")]
+    assert sanitize.main([*tools, *configurations, *folders]) == 1
+    made = calls(tmp_path, "compute-sanitizer")
+    assert len(made) == 2 * 2 * 2 + 2 * len(sanitize.PATTERNS)
+    assert len([c for c in made if " small portable GPU " in c]) == 4
+    assert {c[-1] for c in made} == {"0", "1"}
+    assert (tmp_path / "logs" / "losses_check.portable-99.memcheck.log").is_file()
+    text = printed(capsys)
+    assert "| losses_check (portable-99) | 0 (T) | 0 (T) | - | - |" in text
+    assert text.endswith(
+        "\n\ntopk_check: 2 errors of memcheck\ntopk_check (portable-99): 2 errors of memcheck\n"
+    )
+
+
+def test_the_limit_stops_the_sanitizer(
+    sanitize: ModuleType, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    arguments = ["--only", "topk_check", "--tools", "memcheck", "--limit", "0"]
+    assert sanitize.main([*arguments, "--programs", str(tmp_path)]) == 1
+    assert "topk_check: memcheck not started\n" in printed(capsys)

@@ -1,15 +1,18 @@
-"""Runs the check programs of tests/kernels/gpu under compute-sanitizer, on a Hopper GPU.
+"""Runs the check programs of tests/kernels/gpu under compute-sanitizer, on all Hopper GPUs.
 
-    python tools/sanitize.py [--jobs 8] [--only sparse_mla topk] [--tools memcheck racecheck]
+    python tools/sanitize.py [--only sparse_mla topk] [--tools memcheck racecheck]
+    python tools/sanitize.py --build DIR                  only compiles, which needs no GPU
+    python tools/sanitize.py --programs DIR [--limit 540] [--configurations hopper portable-99]
 
 The script prints a row when a run ends, then a table of all runs, then the reports of racecheck and
 the program of tests/kernels/races that explains each. Such a program uses the same synchronization
 as the reported accesses and has no race. It explains a report if racecheck reports the program too,
 and also reports its control, which has a race. The exit status is 1 if a report is unexplained, or
-if a program ran into its time limit or computed wrong values.
+if a program ran into its time limit, was not run or computed wrong values.
 
-The script needs nvcc, and compute-sanitizer on PATH or from the PyPI package
-nvidia-cuda-sanitizer-api.
+To compile, the script needs nvcc. To run, it needs compute-sanitizer on PATH or from the PyPI
+package nvidia-cuda-sanitizer-api, and the sources from which the programs were compiled. The option
+--configurations replaces JAX_DSA_TIER and JAX_DSA_SHARED_KIB of the environment.
 """
 
 from __future__ import annotations
@@ -18,21 +21,33 @@ import argparse
 import concurrent.futures
 import dataclasses
 import importlib.util
+import itertools
+import math
 import os
 import re
 import shlex
 import shutil
-import signal
 import subprocess
 import sys
 import time
 from collections import Counter
 from pathlib import Path
 
+from gpu_queue import (
+    CONFIGURATIONS,
+    End,
+    Task,
+    cores,
+    interrupt_on_signals,
+    run_tasks,
+    visible_gpus,
+)
+
 ROOT = Path(__file__).resolve().parent.parent
 CHECKS = sorted(ROOT.glob("tests/kernels/gpu/*_check.cu"))
 PATTERNS = sorted(ROOT.glob("tests/kernels/races/*.cu"))
 TOOLS = ("racecheck", "memcheck", "synccheck", "initcheck")  # the slowest first
+MOST_RUNS = 8  # on one GPU at a time
 
 # The program that explains a report, by the functions whose accesses may be reported together. A
 # report concerns some of these functions. A function is listed by its name alone where the tool
@@ -235,7 +250,10 @@ def pattern_of(report: frozenset[str]) -> str | None:
 
 
 def build_command(source: Path, binary: Path, *options: str) -> list[str]:
-    """Returns the build command in a program's first lines, with its output at `binary`."""
+    """Returns the build command in a program's first lines, with its output at `binary`.
+
+    Sources are relative to the repository, where the command must run.
+    """
     head = source.read_text().split("#include")[0].replace("\n//", "\n")
     line = re.search(r"nvcc (?:.*\\\n)*.*", head)
     if line is None:
@@ -243,8 +261,10 @@ def build_command(source: Path, binary: Path, *options: str) -> list[str]:
     words = shlex.split(line[0].replace("\\\n", " "))
     words[0] = os.environ.get("CUDACXX") or "nvcc"
     words[words.index("-o") + 1] = str(binary)
-    files = [str(f) for w in words for f in (sorted(ROOT.glob(w)) if "*" in w else [w])]
-    return [*files, *options]
+    for i in reversed(range(len(words))):
+        if "*" in words[i]:
+            words[i : i + 1] = [str(f.relative_to(ROOT)) for f in sorted(ROOT.glob(words[i]))]
+    return [*words, *options]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -255,7 +275,14 @@ class Run:
     binary: Path
     args: tuple[str, ...]
     tool: str
+    configuration: str = "hopper"
     control: bool = False  # whether the program has a race
+
+    @property
+    def label(self) -> str:
+        """The name of the program, with what distinguishes it in the tables."""
+        which = "with its race" if self.control else self.configuration
+        return self.name if which == "hopper" else f"{self.name} ({which})"
 
 
 @dataclasses.dataclass
@@ -263,7 +290,7 @@ class Outcome:
     """The result of a run."""
 
     run: Run
-    status: str  # ok, wrong values, timed out, no summary
+    status: str  # ok, wrong values, timed out, stopped, not started, no summary
     errors: int
     seconds: float
     races: Counter[frozenset[str]]
@@ -319,73 +346,105 @@ def sanitizer() -> str:
     )
 
 
-def execute(run: Run, tool: str, timeout: float) -> Outcome:
-    """Runs a program. Kills its process group after `timeout` seconds."""
-    command = [tool, "--tool", run.tool, "--print-limit", "1000", "--strip-paths", "no"]
-    command += ["--max-connections", "200", str(run.binary), *run.args]
-    start = time.monotonic()
-    process = subprocess.Popen(
-        command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, start_new_session=True
-    )
-    try:
-        output, _ = process.communicate(timeout=timeout)
-        late = False
-    except subprocess.TimeoutExpired:
-        os.killpg(process.pid, signal.SIGKILL)
-        output, late = process.communicate()[0], True
-    seconds = time.monotonic() - start
+def outcome(run: Run, end: End, output: str) -> Outcome:
+    """Returns the result of a run that ended and printed `output`."""
     summary = re.search(
         r"ERROR SUMMARY: (\d+) error|RACECHECK SUMMARY: (\d+) hazards? displayed", output
     )
     errors = int(summary[1] or summary[2]) if summary else 0
-    status = "ok"
-    if late:
-        status = "timed out"
-    elif summary is None:
+    status = end.status
+    if not status and summary is None:
         status = "no summary"
-    elif process.returncode != 0:
-        status = "wrong values"
-    return Outcome(run, status, errors, seconds, races(output), output)
+    elif not status:
+        status = "wrong values" if end.exit_status != 0 else "ok"
+    return Outcome(run, status, errors, end.seconds, races(output), output)
 
 
-def build(jobs: int, to: Path) -> None:
-    """Builds all programs, and the patterns also with their race."""
-    to.mkdir(parents=True, exist_ok=True)
-    commands = [build_command(s, to / s.stem, "-lineinfo") for s in CHECKS + PATTERNS]
+def hopper_sources() -> set[str]:
+    """Returns the sources that CMakeLists.txt compiles for sm_90a."""
+    lists = re.search(r"^set\(hopper\n(.*?)\)", (ROOT / "CMakeLists.txt").read_text(), re.M | re.S)
+    if lists is None:
+        raise ValueError("CMakeLists.txt has no list of sources for Hopper")
+    return set(lists[1].split())
+
+
+def build_steps(programs: list[Path], to: Path) -> tuple[list[list[str]], list[list[str]]]:
+    """Returns the commands that compile the programs' objects, and those that link them.
+
+    Programs share the objects of kernels. As in the extension, kernels that do not need Hopper are
+    compiled for sm_90 instead of sm_90a.
+    """
+    hopper, objects, links = hopper_sources(), dict[str, list[str]](), list[list[str]]()
+    for program in programs:
+        binary = str(to / program.stem)
+        command = build_command(program, Path(binary), "-lineinfo")
+        sources = [word for word in command if word.endswith((".cu", ".cc"))]
+        flags = [word for word in command if word not in (*sources, "-o", binary)]
+        for source in sources:
+            portable = source.startswith("cuda/") and source not in hopper
+            own = [flag.replace("90a", "90") if portable else flag for flag in flags]
+            output = str(to / "objects" / f"{source.replace('/', '.')}.o")
+            objects[source] = [*own, "-c", source, "-o", output]
+        links.append([*flags, *(objects[source][-1] for source in sources), "-o", binary])
+    # These come first, because they have the slowest compilation, of three minutes.
+    order = sorted(objects, key=lambda source: "masked_attention" not in source)
+    return [objects[source] for source in order], links
+
+
+def build(jobs: int, to: Path, only: list[str]) -> None:
+    """Builds the check programs, and the patterns with and without their race."""
+    (to / "objects").mkdir(parents=True, exist_ok=True)
+    commands, links = build_steps(checks(only), to)
+    commands += [build_command(s, to / s.stem, "-lineinfo") for s in PATTERNS]
     commands += [build_command(s, to / f"{s.stem}_race", "-lineinfo", "-DRACE") for s in PATTERNS]
     with concurrent.futures.ThreadPoolExecutor(jobs) as pool:
-        list(pool.map(lambda c: subprocess.run(c, cwd=ROOT, check=True), commands))
+        for step in (commands, links):
+            list(pool.map(lambda c: subprocess.run(c, cwd=ROOT, check=True), step))
 
 
-def runs(only: list[str], tools: list[str], built: Path) -> list[Run]:
+def checks(only: list[str]) -> list[Path]:
+    """Returns the check programs whose names contain one of these words."""
+    return [s for s in CHECKS if any(word in s.stem for word in only)]
+
+
+def runs(only: list[str], tools: list[str], configurations: list[str], built: Path) -> list[Run]:
     """Returns the runs, the longest first."""
-    checks = [s.stem for s in CHECKS if any(name in s.stem for name in only)]
-    all_runs = [Run(n, built / n, ("small",), t) for t in TOOLS if t in tools for n in checks]
+    all_runs = []
     if "racecheck" in tools:
         for name in (s.stem for s in PATTERNS):
             all_runs.append(Run(name, built / name, (), "racecheck"))
             all_runs.append(Run(name, built / f"{name}_race", (), "racecheck", control=True))
-    first = ("sparse_mla_bwd_check", "indexer_bwd_check")
-    return sorted(all_runs, key=lambda r: (TOOLS.index(r.tool), r.name not in first))
+    for tool, configuration, source in itertools.product(tools, configurations, checks(only)):
+        name = source.stem
+        all_runs.append(Run(name, built / name, ("small",), tool, configuration))
+    longest = ("sparse_mla_bwd_check", "indexer_bwd_check")
+    return sorted(all_runs, key=lambda r: (TOOLS.index(r.tool), r.name not in longest))
 
 
-def run_all(todo: list[Run], tool: str, jobs: int, timeout: float) -> list[Outcome]:
-    """Executes up to `jobs` runs at a time.
+def run_all(
+    todo: list[Run], tool: str, slots: list[str], timeout: float, until: float, logs: Path
+) -> list[Outcome]:
+    """Executes one run at a time in each slot of `run_tasks`.
 
-    Prints a row when a run ends, and writes the run's output to a file beside the program.
+    Prints a row when a run ends. The run's output is in a file of the folder `logs`.
     """
-    outcomes = []
-    with concurrent.futures.ThreadPoolExecutor(jobs) as pool:
-        started = [pool.submit(execute, run, tool, timeout) for run in todo]
-        for done in concurrent.futures.as_completed(started):
-            o = done.result()
-            outcomes.append(o)
-            print(
-                f"{o.run.tool:10} {o.run.binary.name:28} {o.errors:5} errors {o.seconds:5.0f} s  "
-                f"{o.status}",
-                flush=True,
-            )
-            Path(f"{o.run.binary}.{o.run.tool}.log").write_text(o.output)
+    outcomes, tasks, by_name = list[Outcome](), list[Task](), dict[str, Run]()
+    for run in todo:
+        command = [tool, "--tool", run.tool, "--print-limit", "1000", "--strip-paths", "no"]
+        command += ["--max-connections", "200", str(run.binary), *run.args]
+        name = f"{run.binary.name}.{run.configuration}.{run.tool}"
+        by_name[name] = run
+        environment = CONFIGURATIONS[run.configuration]
+        tasks.append(Task(name, command, logs / f"{name}.log", environment, timeout))
+
+    def ended(task: Task, end: End) -> None:
+        started = end.status != "not started"
+        output = task.log.read_text(errors="replace") if started else ""
+        o = outcome(by_name[task.name], end, output)
+        outcomes.append(o)
+        print(f"{task.name:50} {o.errors:5} errors {o.seconds:5.0f} s  {o.status}", flush=True)
+
+    run_tasks(tasks, slots, until, ended)
     return outcomes
 
 
@@ -395,7 +454,7 @@ def judge(outcomes: list[Outcome]) -> list[str]:
     cells: dict[str, dict[str, str]] = {}
     patterns: dict[str, bool] = {s.stem: False for s in PATTERNS}
     for o in outcomes:
-        name = f"{o.run.name} (with its race)" if o.run.control else o.run.name
+        name = o.run.label
         values = re.search(r"\d+ of \d+ values wrong", o.output) if o.run.control else None
         notes = [f"{o.seconds:.0f} s", *([values[0]] if values else [])]
         notes += [o.status] if o.status != "ok" else []
@@ -419,40 +478,62 @@ def judge(outcomes: list[Outcome]) -> list[str]:
             pattern, between = pattern_of(pair), " and ".join(sorted(pair))
             explained = pattern is not None and patterns[pattern]
             by = pattern if explained else f"no: {pattern} is clean" if pattern else "no"
-            print(f"| {o.run.name} | {count} | {between} | {by} |")
+            print(f"| {o.run.label} | {count} | {between} | {by} |")
             if not explained:
-                wrong.append(f"{o.run.name}: {between} is not explained")
+                wrong.append(f"{o.run.label}: {between} is not explained")
         if o.errors > 0 and not o.races:
-            wrong.append(f"{o.run.name}: reports of racecheck that could not be parsed")
+            wrong.append(f"{o.run.label}: reports of racecheck that could not be parsed")
     return wrong
 
 
-def main() -> int:
+def main(arguments: list[str]) -> int:
     """Builds and runs the programs and prints the results."""
+    start = time.monotonic()
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--jobs", type=int, default=8, help="number of processes at a time")
+    parser.add_argument(
+        "--jobs",
+        type=int,
+        default=cores(),
+        help=f"compilations or runs at a time (default: cores); at most {MOST_RUNS} runs per GPU",
+    )
     parser.add_argument(
         "--timeout", type=float, default=300, help="time limit of a run, in seconds"
+    )
+    parser.add_argument(
+        "--limit", type=float, default=math.inf, help="stop the runs after so many seconds"
     )
     parser.add_argument(
         "--only",
         nargs="+",
         default=[""],
-        help="run the check programs whose names contain one of these",
+        help="use the check programs whose names contain one of these",
     )
     parser.add_argument("--tools", nargs="+", choices=TOOLS, default=TOOLS)
-    parser.add_argument("--build", type=Path, default=ROOT / "build" / "sanitize")
-    parser.add_argument(
-        "--built", action="store_true", help="use the programs that are already built"
+    parser.add_argument("--configurations", nargs="+", choices=CONFIGURATIONS, default=["hopper"])
+    folders = parser.add_mutually_exclusive_group()
+    folders.add_argument(
+        "--build", type=Path, metavar="DIR", help="build into this folder and stop"
     )
-    options = parser.parse_args()
-    tool = sanitizer()
-    if not options.built:
-        start = time.monotonic()
-        build(options.jobs, options.build)
+    folders.add_argument(
+        "--programs", type=Path, metavar="DIR", help="run the programs built there"
+    )
+    parser.add_argument("--output", type=Path, help="folder of the logs; default: the programs'")
+    options = parser.parse_args(arguments)
+    if options.build:
+        build(options.jobs, options.build.resolve(), options.only)
+        return 0
+    tool, gpus = sanitizer(), visible_gpus()
+    programs = (options.programs or ROOT / "build" / "sanitize").resolve()
+    if not options.programs:
+        build(options.jobs, programs, options.only)
         print(f"built in {time.monotonic() - start:.0f} s", flush=True)
     outcomes = run_all(
-        runs(options.only, options.tools, options.build), tool, options.jobs, options.timeout
+        runs(options.only, options.tools, options.configurations, programs),
+        tool,
+        [gpus[i % len(gpus)] for i in range(min(options.jobs, MOST_RUNS * len(gpus)))],
+        options.timeout,
+        start + options.limit,
+        options.output or programs,
     )
     wrong = judge(outcomes)
     print("\n" + "\n".join(wrong or ["all good"]))
@@ -460,4 +541,5 @@ def main() -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    interrupt_on_signals()
+    sys.exit(main(sys.argv[1:]))
