@@ -115,6 +115,7 @@ namespace topk {
 inline constexpr int64_t kMaxSelected = kTopkMaxSelected;
 inline constexpr int64_t kMaxSize = kTopkMaxSize;
 inline constexpr int64_t kMaxRows = kInt32Max / 8;  // a cluster of up to 8 CTAs searches a row
+inline constexpr int64_t kMaxBlocks = kIndexerMaxBlocks;
 }  // namespace topk
 
 }  // namespace jax_dsa::limits

@@ -131,6 +131,7 @@ nb::dict limits() {
   add("sparse_mla", "RECORD_BYTES", l::sparse_mla::kRecordBytes);
   add("sparse_mla", "TILE", l::sparse_mla::kTileSlots);
   add("sparse_mla", "VALUE_DIM", l::sparse_mla::kValueDim);
+  add("topk", "MAX_BLOCKS", l::topk::kMaxBlocks);
   add("topk", "MAX_ROWS", l::topk::kMaxRows);
   add("topk", "MAX_SELECTED", l::topk::kMaxSelected);
   add("topk", "MAX_SIZE", l::topk::kMaxSize);

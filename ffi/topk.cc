@@ -1,4 +1,4 @@
-// Handler of top-k.
+// Handlers of top-k.
 
 #include "topk/topk.h"
 
@@ -6,6 +6,7 @@
 
 #include "ffi/common.h"
 #include "ffi/limits.h"
+#include "indexer/indexer.h"
 
 namespace jax_dsa {
 namespace {
@@ -44,6 +45,50 @@ ffi::Error topk_fwd(cudaStream_t stream, F32 x, S32 starts, S32 ends, Result<S32
   return launch_status(kOp, launch_topk(params, stream));
 }
 
+// logits [B, T, S], starts [B, T]?, ends [B, T] -> indices [B, T, K], and a workspace for the
+// scores of N rows and M blocks [N, M, 2]
+ffi::Error block_topk_fwd(cudaStream_t stream, F32 logits, AnyBuffer starts, S32 ends,
+                          Result<S32> indices, Result<F32> scores,
+                          Attr<int64_t, "block_size"> block_size,
+                          Attr<int64_t, "sink_blocks"> sink_blocks,
+                          Attr<int64_t, "local_blocks"> local_blocks) {
+  constexpr const char* kOp = "block_topk_fwd";
+  DSA_FFI_RETURN_IF_ERROR(check_rank(kOp, "logits", logits.dimensions(), {"B", "T", "S"}));
+  DSA_FFI_RETURN_IF_ERROR(check_rank(kOp, "indices", indices->dimensions(), {"B", "T", "K"}));
+  const Dims leading = logits.dimensions().first(2);
+  const int64_t keys = logits.dimensions()[2], k = indices->dimensions()[2];
+  BlockTopkParams params = {
+      .logits = logits.typed_data(),
+      .ends = ends.typed_data(),
+      .scores = reinterpret_cast<BlockScore*>(scores->typed_data()),
+      .rows = leading[0] * leading[1],
+      .keys = keys,
+      .block_size = block_size,
+      .sink_blocks = sink_blocks,
+      .local_blocks = local_blocks,
+      .indices = indices->typed_data(),
+      .k = k,
+  };
+  DSA_FFI_RETURN_IF_ERROR(optional_data(kOp, "starts", starts, DataType::S32,
+                                        {leading[0], leading[1]}, &params.starts));
+  DSA_FFI_RETURN_IF_ERROR(check_shape(kOp, "ends", ends.dimensions(), leading, {}));
+  DSA_FFI_RETURN_IF_ERROR(check_shape(kOp, "indices", indices->dimensions(), leading, {k}));
+  DSA_FFI_RETURN_IF_ERROR(check_range(kOp, "S", keys, 0, limits::topk::kMaxSize));
+  DSA_FFI_RETURN_IF_ERROR(check_range(kOp, "B * T", params.rows, 0, limits::topk::kMaxRows));
+  DSA_FFI_RETURN_IF_ERROR(
+      check_range(kOp, "block_size", block_size, 1, std::max<int64_t>(keys, 1)));
+  DSA_FFI_RETURN_IF_ERROR(check_range(kOp, "sink_blocks", sink_blocks, 0, INT64_MAX));
+  DSA_FFI_RETURN_IF_ERROR(check_range(kOp, "local_blocks", local_blocks, 0, INT64_MAX));
+  const int64_t blocks = indexer_blocks(keys, block_size);
+  DSA_FFI_RETURN_IF_ERROR(
+      check_range(kOp, "the number of blocks", blocks, 0, limits::topk::kMaxBlocks));
+  const int64_t row_scores = std::max<int64_t>(blocks, 1);
+  DSA_FFI_RETURN_IF_ERROR(check_workspace(kOp, "scores", scores->size_bytes(), 8 * row_scores));
+  params.capacity = static_cast<int64_t>(scores->element_count()) / (2 * row_scores);
+  return launch_status(kOp, launch_block_topk(params, stream));
+}
+
+DSA_FFI_HANDLER("jax_dsa.block_topk_fwd.v1", block_topk_fwd, kEveryGpu);
 DSA_FFI_HANDLER("jax_dsa.topk_fwd.v3", topk_fwd, kEveryGpu);
 
 }  // namespace

@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 from support.compare import assert_matches
 
-from jax_dsa import FlatCache, PagedCache, indexer_block_topk
+from jax_dsa import FlatCache, PagedCache, block_topk, indexer_block_topk
 from jax_dsa.ops.indexer import blocks, cuda
 from jax_dsa.ops.indexer.spec import BlockOperands, BlockOptions, BlockSelected, BlockSelection
 from jax_dsa.ops.topk.spec import Blocks
@@ -144,6 +144,30 @@ def test_caches(t: int, page: int, dtype: Any, per_head: bool, rng: np.random.Ge
     given["index_k"] = PagedCache(pool(k)[:, :, None], jnp.asarray(holes), lengths)
     got = select(given, "cuda", **options)
     jax.tree.map(np.testing.assert_array_equal, got, select(given, "xla", **options))
+
+
+@gpu
+@pytest.mark.parametrize(
+    "shape", [(2, 130, 1111), (3, 1, 9000), (1, 50, 20), (1, 30000, 300)], ids=str
+)
+@pytest.mark.parametrize("block_size", [1, 7, 64, 400])
+def test_blocks_of_given_logits(
+    shape: tuple[int, ...], block_size: int, rng: np.random.Generator
+) -> None:
+    """Integers give equal maxima. Some logits are NaN or infinite; those out of range are NaN."""
+    logits = rng.integers(-9, 10, shape).astype(np.float32)
+    odd = rng.choice(np.array([np.nan, np.inf, -np.inf], np.float32), shape)
+    logits = np.where(rng.random(shape) < 0.01, odd, logits)
+    first = rng.integers(-5, shape[2], shape[:2]).astype(np.int32)
+    ends = rng.integers(-5, shape[2] + 5, shape[:2]).astype(np.int32)
+    for starts in (None, first):
+        at, low = np.arange(shape[2]), 0 if starts is None else starts[..., None]
+        given = jnp.asarray(np.where((at >= low) & (at < ends[..., None]), logits, np.nan))
+        for forced in ({}, {"sink_blocks": 1, "local_blocks": 2}, {"local_blocks": 0}):
+            options = {"block_size": block_size, "starts": starts, "ends": ends, **forced}
+            got = block_topk(given, 5, **options, implementation="cuda")
+            expected = block_topk(given, 5, **options, implementation="xla")
+            np.testing.assert_array_equal(np.asarray(got), np.asarray(expected))
 
 
 @gpu

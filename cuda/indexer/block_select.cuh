@@ -21,8 +21,8 @@ struct BlockSelectParams {
   const int32_t* starts;     // [batch, queries], or null for 0
   const int32_t* ends;       // [batch, queries]
   int32_t* indices;          // [batch, queries, lists, k]
-  float* values;             // [batch, queries, lists, k]
-  int32_t* keys;             // [batch, queries, lists, k]
+  float* values;             // [batch, queries, lists, k], or null
+  int32_t* keys;             // [batch, queries, lists, k], or null
   int64_t queries;           // those of all batch entries
   int64_t lists;             // per query
   int64_t blocks;
@@ -175,18 +175,17 @@ __global__ void __launch_bounds__(32 * kWarps * kLists)
     if (selected) {
       const int block = first + 32 * v;
       const int64_t at = out + place + __popc(all & lower);
-      const BlockScore score = scores[block];
       p.indices[at] = block;
-      p.values[at] = score.logit;
-      p.keys[at] = score.key;
+      if (p.values) p.values[at] = logits[v];
+      if (p.keys) p.keys[at] = scores[block].key;
     }
     tied += __popc(is_tied);
     place += __popc(all);
   }
   for (int64_t i = wanted + warp * 32 + lane; i < p.k; i += 32 * kWarps) {
     p.indices[out + i] = -1;
-    p.values[out + i] = -INFINITY;
-    p.keys[out + i] = -1;
+    if (p.values) p.values[out + i] = -INFINITY;
+    if (p.keys) p.keys[out + i] = -1;
   }
 }
 

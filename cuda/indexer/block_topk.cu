@@ -54,15 +54,28 @@ cudaError_t score_rows(const IndexerFwdParams& p, const BlockSelectParams& s, Bl
   return launch_block_max(max, stream);
 }
 
-// Finds the scores of the blocks of heads that select together, through their logits.
-cudaError_t score_logits(const IndexerFwdParams& p, const BlockSelectParams& s, BlockScore* scores,
+// Finds the scores of blocks from the logits of their keys.
+cudaError_t score_logits(const float* logits, const BlockSelectParams& s, BlockScore* scores,
                          cudaStream_t stream) {
-  DSA_RETURN_IF_CUDA_ERROR(launch_indexer_fwd(p, stream));
   Device device;
   DSA_RETURN_IF_CUDA_ERROR(current_device(&device));
   const int64_t ctas =
       std::min(ceil_div(s.queries * s.blocks, int64_t{8}), int64_t{device.num_sms} * 8);
-  return launch_blocks(block_scores_kernel<256>, ctas, 256, 0, stream, s, p.out, scores);
+  return launch_blocks(block_scores_kernel<256>, ctas, 256, 0, stream, s, logits, scores);
+}
+
+// Finds the scores of the blocks of heads that select together, through their logits.
+cudaError_t score_heads(const IndexerFwdParams& p, const BlockSelectParams& s, BlockScore* scores,
+                        cudaStream_t stream) {
+  DSA_RETURN_IF_CUDA_ERROR(launch_indexer_fwd(p, stream));
+  return score_logits(p.out, s, scores, stream);
+}
+
+// Returns whether there can be blocks of this size.
+bool blocks_supported(int64_t keys, int64_t block_size, int64_t sink_blocks, int64_t local_blocks) {
+  return keys <= INT32_MAX - 4096 && block_size >= 1 && block_size <= std::max<int64_t>(keys, 1) &&
+         indexer_blocks(keys, block_size) <= kIndexerMaxBlocks && sink_blocks >= 0 &&
+         local_blocks >= 0;
 }
 
 }  // namespace
@@ -73,13 +86,11 @@ cudaError_t launch_indexer_block_topk(const IndexerBlockTopkParams& p, cudaStrea
   const bool per_head = all.weights == nullptr;
   const int64_t lists = per_head ? all.heads : 1;
   if (all.batch == 0 || all.queries == 0 || p.k == 0) return cudaSuccess;
-  const int64_t blocks = p.block_size < 1 ? 0 : indexer_blocks(all.keys, p.block_size);
-  if (all.heads < 1 || all.keys > INT32_MAX - 4096 || p.block_size < 1 ||
-      p.block_size > std::max<int64_t>(all.keys, 1) || blocks > kIndexerMaxBlocks ||
-      p.sink_blocks < 0 || p.local_blocks < 0 ||
-      all.batch * all.queries > (INT32_MAX - 4096) / lists) {
+  if (all.heads < 1 || all.batch * all.queries > (INT32_MAX - 4096) / lists ||
+      !indexer::blocks_supported(all.keys, p.block_size, p.sink_blocks, p.local_blocks)) {
     return cudaErrorInvalidValue;
   }
+  const int64_t blocks = indexer_blocks(all.keys, p.block_size);
   if (per_head ? !indexer::rows_supported(all, p.block_size, blocks) : all.starts == nullptr) {
     return cudaErrorInvalidValue;
   }
@@ -106,13 +117,42 @@ cudaError_t launch_indexer_block_topk(const IndexerBlockTopkParams& p, cudaStrea
         .size = static_cast<int>(all.keys),
     };
     if (all.keys > 0) {
-      DSA_RETURN_IF_CUDA_ERROR(per_head
-                                   ? indexer::score_rows(chunk, selection, p.scores, stream)
-                                   : indexer::score_logits(chunk, selection, p.scores, stream));
+      DSA_RETURN_IF_CUDA_ERROR(per_head ? indexer::score_rows(chunk, selection, p.scores, stream)
+                                        : indexer::score_heads(chunk, selection, p.scores, stream));
     }
     return indexer::select_blocks(selection, stream);
   };
   return indexer::for_each_chunk(all, p.capacity, step, step, select);
+}
+
+cudaError_t launch_block_topk(const BlockTopkParams& p, cudaStream_t stream) {
+  if (p.rows == 0 || p.k == 0) return cudaSuccess;
+  if (p.capacity < 1 || p.rows > INT32_MAX - 4096 ||
+      !indexer::blocks_supported(p.keys, p.block_size, p.sink_blocks, p.local_blocks)) {
+    return cudaErrorInvalidValue;
+  }
+  for (int64_t first = 0; first < p.rows; first += p.capacity) {
+    const indexer::BlockSelectParams selection = {
+        .scores = p.scores,
+        .starts = p.starts ? p.starts + first : nullptr,
+        .ends = p.ends + first,
+        .indices = p.indices + first * p.k,
+        .queries = std::min(p.capacity, p.rows - first),
+        .lists = 1,
+        .blocks = indexer_blocks(p.keys, p.block_size),
+        .k = p.k,
+        .block_size = p.block_size,
+        .sink_blocks = p.sink_blocks,
+        .local_blocks = p.local_blocks,
+        .size = static_cast<int>(p.keys),
+    };
+    if (p.keys > 0) {
+      const float* const logits = p.logits + first * p.keys;
+      DSA_RETURN_IF_CUDA_ERROR(indexer::score_logits(logits, selection, p.scores, stream));
+    }
+    DSA_RETURN_IF_CUDA_ERROR(indexer::select_blocks(selection, stream));
+  }
+  return cudaSuccess;
 }
 
 }  // namespace jax_dsa

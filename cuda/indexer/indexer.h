@@ -144,6 +144,23 @@ constexpr int64_t indexer_blocks(int64_t keys, int64_t block_size) {
 
 cudaError_t launch_indexer_block_topk(const IndexerBlockTopkParams& params, cudaStream_t stream);
 
+// The same selection from logits that are in memory.
+struct BlockTopkParams {
+  const float* logits;    // [rows, keys]
+  const int32_t* starts;  // [rows], from which the blocks of a row count, or null for 0
+  const int32_t* ends;    // [rows]
+  BlockScore* scores;     // workspace: [capacity, blocks]
+  int64_t capacity;       // rows at a time
+  int64_t rows;
+  int64_t keys;
+  int64_t block_size;  // as in IndexerBlockTopkParams
+  int64_t sink_blocks, local_blocks;
+  int32_t* indices;  // [rows, k]: ascending numbers of blocks, then -1
+  int64_t k;
+};
+
+cudaError_t launch_block_topk(const BlockTopkParams& params, cudaStream_t stream);
+
 inline constexpr int kIndexerBwdMaxSlots = 8192;
 
 // Returns the size of `relu_mask` in 64-bit words for `tokens` = batch * queries.

@@ -53,7 +53,17 @@ def _bwd(call: Call, options: Options, x: Selected, dy: Results) -> Gradients:
 # The operator without checks of its arguments.
 topk_op = differentiable("topk", FWD, _bwd, residuals=lambda x, y: (Selected(y.indices),))
 
-BLOCK_FWD = Pass("block_topk_fwd", xla.block_topk_fwd, shardable="b t")
+BLOCK_FWD = Pass(
+    "block_topk_fwd",
+    xla.block_topk_fwd,
+    shardable="b t",
+    kernel=Kernel(
+        cuda.block_topk_fwd,
+        cuda.block_supports,
+        limits=f"float32; up to {cuda.MAX_BLOCKS} blocks",
+        portable=cuda.block_supports,
+    ),
+)
 
 
 def _no_block_gradient(call: Call, options: Blocks, dy: BlockResults) -> NoReturn:
@@ -212,14 +222,14 @@ def block_topk(
         local_blocks: As in `indexer_block_topk`.
         starts: First key of each query, int32, from which its blocks count. Default: 0.
         ends: Exclusive end of the keys of each query, int32. Default: S.
-        implementation: None or "xla"; there is no kernel yet.
+        implementation: As in `topk`.
 
     Returns:
         Numbers of the selected blocks, [B, T, K], int32: ascending, then -1.
 
     Raises:
         TypeError, ValueError: If an argument has the wrong type, shape or range.
-        NotImplementedError: If `implementation="cuda"`.
+        NotImplementedError: If `implementation="cuda"` and the kernel does not support the call.
 
     Examples:
         >>> import jax.numpy as jnp, jax_dsa

@@ -55,6 +55,7 @@ constexpr int64_t kWorkspaceBytes = 64;
   }
 
 RECORD(launch_attn_dist_fwd, AttnDistFwdParams)
+RECORD(launch_block_topk, BlockTopkParams)
 RECORD(launch_dense_loss, DenseLossParams)
 RECORD(launch_dequantize, DequantizeParams)
 RECORD(launch_fp8_matmul, Fp8MatmulParams)
@@ -739,6 +740,29 @@ void test_topk() {
          "topk_fwd: 'x' has shape (3, 50), expected (B, T, S)");
 }
 
+void test_block_topk() {
+  const auto select = [](int64_t keys, Array starts, int64_t block_size, int64_t words) {
+    return block_topk_fwd(nullptr, f32({2, 3, keys}), starts, s32({2, 3}), s32({2, 3, 4}),
+                          f32({words}), block_size, 1, 2);
+  };
+  const BlockTopkParams& p = launched<BlockTopkParams>;
+  expect("blocks of 8", select(100, kAbsent, 8, 60));
+  check_true("their sizes", p.rows == 6 && p.keys == 100 && p.block_size == 8 && p.k == 4);
+  check_true("two rows at a time", p.capacity == 2 && !p.starts && p.ends);
+  check_true("forced blocks", p.sink_blocks == 1 && p.local_blocks == 2);
+  expect("starts", select(100, s32({2, 3}), 8, 60));
+  check_true("the starts", p.starts != nullptr);
+  expect("no keys", select(0, kAbsent, 1, 2));
+  expect("a small workspace", select(100, kAbsent, 8, 25),
+         "block_topk_fwd: the workspace 'scores' has 100 bytes, expected at least 104");
+  expect("starts of one row", select(100, s32({1, 3}), 8, 60),
+         "block_topk_fwd: 'starts' has shape (1, 3), expected (2, 3)");
+  expect("large blocks", select(100, kAbsent, 101, 60),
+         "block_topk_fwd: block_size is 101, expected 1 to 100");
+  expect("many blocks", select(16385, kAbsent, 1, 60),
+         "block_topk_fwd: the number of blocks is 16385, expected 0 to 16384");
+}
+
 // Which GPUs a handler accepts, by the compute capability since which it has portable kernels.
 void test_gpus() {
   const auto refused = [](int on, int since) {
@@ -791,6 +815,7 @@ int main() {
   test_mean_pool();
   test_indexer_block_topk();
   test_topk();
+  test_block_topk();
   test_gpus();
   printf(failures == 0 ? "all good\n" : "%d failures\n", failures);
   return failures != 0;

@@ -281,6 +281,7 @@ bool run(const Case& c, uint64_t seed, Memory& memory) {
   const auto indices = memory.get(p.indices, size), best = memory.get(p.keys, size);
   const auto values = memory.get(p.values, size);
   int64_t bad = 0;
+  std::vector<float> all_logits;  // of one list after the other
   for (int64_t list = 0; list < tokens * lists; ++list) {
     const int64_t t = list / lists;
     std::vector<float> logits(c.keys, -INFINITY);
@@ -300,6 +301,8 @@ bool run(const Case& c, uint64_t seed, Memory& memory) {
       logits[s] = o.scaled ? sum * scale[key] : sum;
     }
     const auto expected = select(c, logits, std::max(starts[t], 0), std::min(ends[t], c.keys));
+    // Logits outside of a range must not be read.
+    for (int s = 0; s < c.keys; ++s) all_logits.push_back(seen(t, s) ? logits[s] : INFINITY);
     for (int i = 0; i < c.k; ++i) {
       const int64_t at = list * c.k + i;
       const Expected& x = expected[i];
@@ -310,6 +313,27 @@ bool run(const Case& c, uint64_t seed, Memory& memory) {
                values[at], best[at], x.block, x.logit, x.key);
       }
     }
+  }
+  if (o.shared && !paged) {  // the same blocks from the logits
+    const jax_dsa::BlockTopkParams given = {
+        .logits = memory.put(all_logits),
+        .starts = in.starts,
+        .ends = in.ends,
+        .scores = p.scores,
+        .capacity = p.capacity,
+        .rows = tokens,
+        .keys = c.keys,
+        .block_size = c.block_size,
+        .sink_blocks = o.sinks,
+        .local_blocks = o.locals,
+        .indices = memory.template room<int32_t>(size),
+        .k = c.k,
+    };
+    memory.require(jax_dsa::launch_block_topk(given, nullptr));
+    const auto again = memory.get(given.indices, size);
+    const bool same = again == indices;
+    if (!same) printf("other blocks from the logits\n");
+    bad += !same;
   }
   printf("%-4s %s, seed %llu\n", bad ? "BAD" : "ok", c.name, (unsigned long long)seed);
   fflush(stdout);
