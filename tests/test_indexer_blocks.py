@@ -67,6 +67,18 @@ def test_ranges_of_logits(rng):
         np.testing.assert_array_equal(block_topk(logits, 2, block_size=3, **given), expected)
 
 
+@pytest.mark.parametrize("dtype", [np.float32, np.float16, ml_dtypes.bfloat16])
+def test_denormals_are_ordered(dtype, rng):
+    """`block_topk` compares denormals exactly, which a CPU's float instructions do not."""
+    tiny = np.finfo(np.float32) if dtype == np.float32 else ml_dtypes.finfo(dtype)
+    ladder = np.arange(-50, 50).astype(dtype) * dtype(tiny.smallest_subnormal)
+    logits = rng.permuted(np.tile(ladder, (2, 3, 1)), axis=2)
+    logits[0, :, ::7] = np.array([np.nan, -np.nan, np.inf, -np.inf, -0.0], dtype)[np.arange(15) % 5]
+    for block_size in (1, 3, 5):
+        expected, _, _ = oracle.block_topk(logits.astype(np.float64), 4, block_size)
+        np.testing.assert_array_equal(block_topk(logits, 4, block_size=block_size), expected)
+
+
 @pytest.mark.full_optimization
 def test_blocks_of_one_key_are_keys(rng):
     arrays, options = inputs(rng), options_of(rng)

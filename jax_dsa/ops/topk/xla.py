@@ -73,7 +73,7 @@ def block_topk_fwd(options: Blocks, x: BlockOperands) -> BlockResults:
     def body(carry: tuple[()], x: Array, starts: Array | None, ends: Array) -> Any:
         first = jnp.zeros_like(ends) if starts is None else starts
         x = jnp.where(visible(first, ends, size), x, -jnp.inf)
-        scores = jnp.max(split_into_blocks(x, starts, options.block_size), axis=2)
+        scores = _block_max(split_into_blocks(x, starts, options.block_size))
         return carry, (select_blocks(options, scores, scores != -jnp.inf),)
 
     _, (indices,) = scan_chunks(body, (), rows, axis=0, chunk=chunk)
@@ -129,7 +129,8 @@ def select_blocks(
     last = jnp.max(jnp.where(seen, number, -1), axis=1, keepdims=True, initial=-1)
     local = number > last - options.local_blocks
     forced = seen & (local | (number < options.sink_blocks))
-    others = jnp.minimum(scores, jnp.finfo(scores.dtype).max)
+    # A minimum of floats would flush denormals to zero on some devices.
+    others = jnp.where(scores == jnp.inf, jnp.finfo(scores.dtype).max, scores)
     return select(jnp.where(forced, jnp.inf, others), options.top_k)
 
 
@@ -176,20 +177,44 @@ def select(x: Float[Array, "R S"], k: int) -> Int[Array, "R K"]:
     return jnp.pad(indices, ((0, 0), (0, k - reach)), constant_values=-1)
 
 
+def _block_max(x: Float[Array, "R M b"]) -> Float[Array, "R M"]:
+    """Returns the largest value of each block; NaN if the block has one.
+
+    A maximum of floats would flush denormals to zero on some devices.
+    """
+    lowest = jnp.iinfo(f"int{jnp.finfo(x.dtype).bits}").min
+    keys = jnp.max(_signed_keys(x), axis=2)
+    raw = jnp.where(keys < 0, lowest - keys, keys)  # the sign, then the magnitude
+    return jax.lax.bitcast_convert_type(raw, x.dtype)
+
+
+def _signed_keys(x: Float[Array, "*b"]) -> Int[Array, "*b"]:
+    """Returns signed integers with the order of the values, as wide as these.
+
+    The integers of NaN are the largest. Comparisons of floats would not do, because they flush
+    denormals to zero on some devices.
+    """
+    bits = jnp.finfo(x.dtype).bits
+    raw = jax.lax.bitcast_convert_type(x, jnp.dtype(f"int{bits}"))
+    magnitude = raw & np.array(2 ** (bits - 1) - 1, raw.dtype)
+    is_negative = (raw < 0) & (magnitude <= _infinity(x.dtype))
+    return jnp.where(is_negative, -magnitude, magnitude)  # -0 becomes the key of +0.
+
+
+def _infinity(dtype: Any) -> Any:
+    """Returns the bits of +inf as a signed integer."""
+    return np.array(np.inf, dtype).view(f"int{jnp.finfo(dtype).bits}")
+
+
 def _ordered_keys(x: Float[Array, "R S"]) -> tuple[Int[Array, "R S"], int]:
     """Returns signed integers with the order of the values, and their number of bits.
 
-    NaN and -inf become the lowest integer. Comparisons of floats would not do, because they flush
-    denormals to zero on some devices.
+    NaN and -inf become the lowest integer.
     """
-    info = jnp.finfo(x.dtype)
-    bits = info.bits
-    raw = jax.lax.bitcast_convert_type(x, jnp.dtype(f"int{bits}"))
-    magnitude = raw & np.array(2 ** (bits - 1) - 1, raw.dtype)
-    keys = jnp.where(raw < 0, -magnitude, magnitude)  # -0 becomes the key of +0.
-    infinity = np.array(np.inf, x.dtype).view(raw.dtype)
-    lowest = np.array(-(2 ** (bits - 1)), raw.dtype)
-    keys = jnp.where((magnitude > infinity) | (keys == -infinity), lowest, keys)
+    keys, infinity = _signed_keys(x), _infinity(x.dtype)
+    bits = jnp.finfo(x.dtype).bits
+    lowest = np.array(-(2 ** (bits - 1)), keys.dtype)
+    keys = jnp.where((keys > infinity) | (keys == -infinity), lowest, keys)
     return keys.astype(jnp.promote_types(jnp.int32, keys.dtype)), bits
 
 
