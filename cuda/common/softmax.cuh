@@ -22,6 +22,15 @@ __device__ __forceinline__ float log_of_sum(float total) {
   return total == 0.f ? 0.f : log2f(total) * kLn2;
 }
 
+// The factor of outputs that are undefined, such as those of a row without a key. It turns them
+// into zeros. A factor of 0 does not: a sink of +inf leaves a NaN.
+inline constexpr float kUndefined = -INFINITY;
+
+// Returns x * factor, or 0 if the factor is kUndefined.
+__device__ __forceinline__ float scale_output(float x, float factor) {
+  return factor == kUndefined ? 0.f : x * factor;
+}
+
 // Returns what an attention sink adds to the sum of exp(score - max).
 __device__ __forceinline__ float sink_weight(float sink, float max) {
   return exp2_approx((sink - max) * kLog2E);

@@ -4,12 +4,13 @@
 #include <cstdint>
 
 #include "common/ptx.cuh"
+#include "common/softmax.cuh"
 #include "common/types.h"
 
 namespace jax_dsa {
 
-// Stores a warp's 16 rows of an accumulator, multiplied by `factor`. A factor of 0 gives zeros
-// whatever the accumulator holds. The warp stages 32 columns at a time in 1 KiB of shared memory at
+// Stores a warp's 16 rows of an accumulator, multiplied by `factor`. Rows whose factor is
+// kUndefined become zeros. The warp stages 32 columns at a time in 1 KiB of shared memory at
 // `stage`: rows of 64 bytes with swizzled 16-byte chunks. `out` points to row lane / 4, and rows
 // are `stride` elements apart. `rows_left` counts rows from there. Only the first `columns`
 // columns, a multiple of 8, exist in global memory.
@@ -19,7 +20,7 @@ __device__ __forceinline__ void store_rows(const float (&o)[kN], const float (&f
                                            int columns) {
   const int lane = threadIdx.x % 32;
   const uint32_t to = stage + lane % 16 * 64;
-  const uint32_t mask[2] = {factor[0] == 0.f ? 0u : ~0u, factor[1] == 0.f ? 0u : ~0u};
+  const uint32_t mask[2] = {factor[0] == kUndefined ? 0u : ~0u, factor[1] == kUndefined ? 0u : ~0u};
 #pragma unroll
   for (int i = 0; i < kN / 16; ++i) {
 #pragma unroll

@@ -146,9 +146,10 @@ __device__ __forceinline__ void store_dk_dv(const MaskedAttentionBwdParams& p,
   const int64_t at =
       (int64_t{work_tile.batch} * p.keys + work_tile.key + row) * p.groups + work_tile.group;
   const int rows_left = static_cast<int>(min(p.keys - work_tile.key, int64_t{rows})) - row;
-  const float dk_factor[2] = {work_tile.nonempty ? p.scale : 0.f,
-                              work_tile.nonempty ? p.scale : 0.f};
-  const float dv_factor[2] = {work_tile.nonempty ? 1.f : 0.f, work_tile.nonempty ? 1.f : 0.f};
+  const float dk_factor[2] = {work_tile.nonempty ? p.scale : kUndefined,
+                              work_tile.nonempty ? p.scale : kUndefined};
+  const float dv_factor[2] = {work_tile.nonempty ? 1.f : kUndefined,
+                              work_tile.nonempty ? 1.f : kUndefined};
   store_rows<kType>(dk, dk_factor, smem_address(stage),
                     static_cast<uint16_t*>(p.dk) + at * p.dim + dk_column,
                     int64_t{p.groups} * p.dim, rows_left, p.dim - dk_column);

@@ -284,9 +284,8 @@ __global__ void __launch_bounds__(Tr::kThreads, Tr::kCtas)
         p.log_sum[at] = result.log_sum;
       }
     }
-    store_fragment<kType, Tr::kQueries, Tr::kE / 2>(out, warp_row + m * 16, 0, [&](int i) {
-      return factor[i / 2 % 2] == 0.f ? 0.f : o[m][i] * factor[i / 2 % 2];
-    });
+    store_fragment<kType, Tr::kQueries, Tr::kE / 2>(
+        out, warp_row + m * 16, 0, [&](int i) { return scale_output(o[m][i], factor[i / 2 % 2]); });
   }
   __syncwarp();
   store_tile<Tr::kQueries, Tr::kWarpQueries, Tr::kEBlocks, 32>(

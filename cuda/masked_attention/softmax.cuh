@@ -115,7 +115,7 @@ __device__ __forceinline__ RowResult row_result(const RowState& rows,
   const float max_logit =
       units.natural(__shfl_sync(~0u, rows.max_score, threadIdx.x % 32 / 2 * 2 + r));
   const float weight = sink ? exp2_approx(exponent(*sink)) : 0.f;
-  if (total == 0.f) return {0.f, -INFINITY, 0.f};
+  if (total == 0.f) return {kUndefined, -INFINITY, 0.f};
   return {reciprocal_approx(total + weight), max_logit,
           (log2_approx(total) - exponent(max_logit)) * kLn2};
 }

@@ -103,14 +103,14 @@ __device__ __forceinline__ bool softmax(float (&s)[32], float scale, float margi
 
 // Stores the warp's 16 rows of the accumulator as bf16, 32 columns at a time through `staging`,
 // which has rows of 64 bytes with swizzled 16-byte chunks. `out` is row lane / 4; rows are kStride
-// elements apart. A factor of 0 turns any value, NaN included, into zero. common/store_rows.cuh
-// does the same for any stride, but with it ptxas 13.0 serializes products of the backward pass.
+// elements apart. Rows whose factor is kUndefined become zeros. common/store_rows.cuh does the same
+// for any stride, but with it ptxas 13.0 serializes products of the backward pass.
 template <int kStride, int kN>
 __device__ __forceinline__ void store_rows(const float (&o)[kN], const float (&factor)[2],
                                            uint32_t staging, __nv_bfloat16* out, int rows_left) {
   const int lane = threadIdx.x % 32;
   const uint32_t to = staging + lane % 16 * 64;
-  const uint32_t mask[2] = {factor[0] == 0.f ? 0u : ~0u, factor[1] == 0.f ? 0u : ~0u};
+  const uint32_t mask[2] = {factor[0] == kUndefined ? 0u : ~0u, factor[1] == kUndefined ? 0u : ~0u};
 #pragma unroll
   for (int i = 0; i < kN / 16; ++i) {
 #pragma unroll

@@ -96,7 +96,7 @@ __device__ void write_few_results(const Work<Shared>& w, int work_index, int til
 #pragma unroll
         for (int i = 0; i < kN / 2; ++i) {
           if (HeadColumns::local_head(i) != c) continue;
-          to[m * 64 + dim + i / 2 % 2 * 8] = factor == 0.f ? 0.f : o[m][i] * factor;
+          to[m * 64 + dim + i / 2 % 2 * 8] = scale_output(o[m][i], factor);
         }
       }
     };

@@ -196,7 +196,7 @@ __device__ __forceinline__ void write_portable_results(
     shared.factor[group][own] =
         split.row + row < p.rows
             ? finish_row(p, split, Tr::kHeads, row, row_index(row), state.running_max, total, true)
-            : 0.f;
+            : kUndefined;
   }
   mla::sync_group();
 #pragma unroll
@@ -209,8 +209,8 @@ __device__ __forceinline__ void write_portable_results(
 #pragma unroll
       for (int i = 0; i < Tr::kOutputs; i += 4) {
         const float* const x = &o[j / 2][i + j % 2 * 2];
-        store_pair(to + column + i * 2, factor == 0.f ? 0.f : x[0] * factor,
-                   factor == 0.f ? 0.f : x[1] * factor, true);
+        store_pair(to + column + i * 2, scale_output(x[0], factor), scale_output(x[1], factor),
+                   true);
       }
     };
     if (split.partial_index >= 0 || p.out_float) {

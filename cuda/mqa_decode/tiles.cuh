@@ -215,7 +215,7 @@ __device__ __forceinline__ float finish_row(const Decode& p, const KvSplit& spli
   const bool empty = total == 0.f;
   // If all scores are -inf the output is zero, unless an infinite value has made it NaN, which must
   // be visible.
-  float factor = empty ? (split.has_tiles ? 1.f : 0.f) : 1.f / total;
+  float factor = empty ? (split.has_tiles ? 1.f : kUndefined) : 1.f / total;
   if (split.partial_index >= 0) {
     if (store) {
       p.partial_rows[int64_t{split.partial_index} * tile_rows + row] =

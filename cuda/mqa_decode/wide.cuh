@@ -59,10 +59,7 @@ __device__ __forceinline__ void write_results(const Work<Shared>& w, int work_in
     factor[r] = finish_row(p, split, kWideRows, row, row_index[r], rows.running_max[r],
                            rows.total(r), kSide == 0 && lane % 4 == 0 && has[r]);
   }
-  const auto value = [&](int i) {
-    const int r = i / 2 % 2;
-    return factor[r] == 0.f ? 0.f : o[i] * factor[r];
-  };
+  const auto value = [&](int i) { return scale_output(o[i], factor[i / 2 % 2]); };
   if (split.partial_index >= 0) {
     const int64_t line = (int64_t{split.partial_index} * 2 + kSide) * 128 + warp * 32;
     float* to = p.partial + line * 128 + lane * 4;

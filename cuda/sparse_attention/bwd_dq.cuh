@@ -225,7 +225,7 @@ __device__ void consume_dq(const DqCall& p, const float* delta,
       wgmma_pin(dq);
       arrive(&shared.k_free[previous]);
     }
-    const float factor[2] = {accumulate ? p.scale : 0.f, accumulate ? p.scale : 0.f};
+    const float factor[2] = {accumulate ? p.scale : kUndefined, accumulate ? p.scale : kUndefined};
     arrive(&shared.q_free);
     store_rows<Tr::kType>(dq, factor, smem_address(shared.out[warpgroup * 4 + warp]),
                           static_cast<uint16_t*>(p.dq) + place.first * p.dim,

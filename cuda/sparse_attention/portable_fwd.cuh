@@ -103,7 +103,7 @@ __global__ void __launch_bounds__(Tr::kThreads, 2)
       }
     }
     store_fragment<kType, Tr::kRows, Tr::kE / 2>(q_tile, warp_row + m * 16, 0, [&](int i) {
-      return factor[i / 2 % 2] == 0.f ? 0.f : o[m][i] * factor[i / 2 % 2];
+      return scale_output(o[m][i], factor[i / 2 % 2]);
     });
   }
   __syncwarp();

@@ -67,7 +67,11 @@ __global__ void __launch_bounds__(kCombineThreads)
     }
 #pragma unroll
     for (int i = 0; i < 2; ++i) {
-      if (lane + i * 32 < p.splits) shared.weight[lane + i * 32][r] = weight[i] * combined.factor;
+      // The output of a split without a key is undefined.
+      if (lane + i * 32 < p.splits) {
+        shared.weight[lane + i * 32][r] =
+            found[i].y == 0.f ? kUndefined : weight[i] * combined.factor;
+      }
     }
     if (column_block == 0 && lane == 0 && r < rows) {
       p.max_logit[head + r] = combined.max;
@@ -84,11 +88,10 @@ __global__ void __launch_bounds__(kCombineThreads)
     for (int i = 0; i < kBatch; ++i) {
       if (first + i >= p.splits) continue;
       const float a = shared.weight[first + i][row], b = shared.weight[first + i][row + 8];
-      // The output of a split without weight is undefined.
-      y[0] += a == 0.f ? 0.f : a * x[i].x;
-      y[1] += a == 0.f ? 0.f : a * x[i].y;
-      y[2] += b == 0.f ? 0.f : b * x[i].z;
-      y[3] += b == 0.f ? 0.f : b * x[i].w;
+      y[0] += scale_output(x[i].x, a);
+      y[1] += scale_output(x[i].y, a);
+      y[2] += scale_output(x[i].z, b);
+      y[3] += scale_output(x[i].w, b);
     }
   }
   const int column = side * 256 + column_group * 8 + lane % 4 * 2;

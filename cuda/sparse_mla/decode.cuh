@@ -41,13 +41,13 @@ __device__ __forceinline__ void write_results(const SplitDecode& p, int work_ind
 #pragma unroll
   for (int r = 0; r < 2; ++r) {
     const float total = rows.total(r);
-    factor[r] = total == 0.f ? 0.f : 1.f / total;
+    factor[r] = total == 0.f ? kUndefined : 1.f / total;
     if (kSide == 0 && lane % 4 == 0) {
       partial_rows(p, split.work_tile, split.index)[warp * 16 + r * 8 + lane / 4] =
           make_float2(rows.running_max[r], total);
     }
   }
-  const bool any = __any_sync(~0u, (factor[0] != 0.f) | (factor[1] != 0.f));
+  const bool any = __any_sync(~0u, (factor[0] != kUndefined) | (factor[1] != kUndefined));
   const bool needed = any & (warp * 16 < WorkTile(p, split.work_tile).heads);
   float4* to = partial_columns(p, split.work_tile, split.index, kSide, warp) + lane;
 #pragma unroll

@@ -62,7 +62,7 @@ __device__ void write_few_results(const SparseMlaFwdParams& p, int work_index, i
         p.log_sum[first + head] = log_of_sum(total);
       }
     }
-    factor[i] = empty ? 0.f : 1.f / denominator;
+    factor[i] = empty ? kUndefined : 1.f / denominator;
   }
 
   // Outputs are staged in the warp's own bytes of the probabilities. Lanes 0..15 read the first 8
@@ -80,7 +80,7 @@ __device__ void write_few_results(const SparseMlaFwdParams& p, int work_index, i
     for (int i = 0; i < kN / 2; i += 2) {
       const float a = factor[mla::HeadColumns<kN>::local_head(i)],
                   b = factor[mla::HeadColumns<kN>::local_head(i + 1)];
-      packed[i / 2] = pack_bf16(a == 0.f ? 0.f : o[m][i] * a, b == 0.f ? 0.f : o[m][i + 1] * b);
+      packed[i / 2] = pack_bf16(scale_output(o[m][i], a), scale_output(o[m][i + 1], b));
     }
     mla::store_transposed<kN>(staged_to, packed);
     __syncwarp();

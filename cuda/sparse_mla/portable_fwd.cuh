@@ -160,7 +160,7 @@ __device__ __forceinline__ void write_portable_results(const Decode& p,
       p.max_logit[first + own] = row.running_max;
       p.log_sum[first + own] = log_of_sum(total);
     }
-    shared.factor[group][own] = total == 0.f ? 0.f : 1.f / denominator;
+    shared.factor[group][own] = total == 0.f ? kUndefined : 1.f / denominator;
   }
   mla::sync_group();
   const uint32_t staging = smem_address(shared.q) + group * (Tr::kRows * 128);
@@ -169,7 +169,7 @@ __device__ __forceinline__ void write_portable_results(const Decode& p,
     const int r = m * 16 + lane / 4;
     const float factor[2] = {shared.factor[group][r], shared.factor[group][r + 8]};
     if (p.splits > 1) {
-      const bool any = __any_sync(~0u, (factor[0] != 0.f) | (factor[1] != 0.f));
+      const bool any = __any_sync(~0u, (factor[0] != kUndefined) | (factor[1] != kUndefined));
       if (!any || m * 16 >= heads) continue;
       const int strip = (work.first % mla::kHeads + group * Tr::kRows) / 16 + m;
       float4* const to = partial_columns(p, work.partial_tile(p), work.split, warp / 2, strip) +
@@ -181,7 +181,7 @@ __device__ __forceinline__ void write_portable_results(const Decode& p,
       }
     } else {
       store_fragment<DType::kBF16, Tr::kHeads, 64>(staging, m * 16, warp * 128, [&](int i) {
-        return factor[i / 2 % 2] == 0.f ? 0.f : o[m][i] * factor[i / 2 % 2];
+        return scale_output(o[m][i], factor[i / 2 % 2]);
       });
     }
   }

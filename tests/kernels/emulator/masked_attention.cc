@@ -4,6 +4,8 @@
 
 int main(int argc, char** argv) {
   using namespace jax_dsa;
+  check_forward(kNanBesideSinks, emulator::schedules(argc, argv, 0),
+                hopper::launch_masked_attention_fwd, hopper::masked_attention_fwd_workspace_bytes);
   return run_attention_cases(
       argc, argv,
       {"dense", "causal", "200 dims, segments, softcap", "segments and ranges", "bias",

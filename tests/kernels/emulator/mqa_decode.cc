@@ -15,6 +15,7 @@ int main(int argc, char** argv) {
                                       "few, equally long, pages",
                                       "few, floats",
                                       "separate values 128",
+                                      "separate values 128, whole, a NaN",
                                       "separate values 256, pages",
                                       "separate values 64",
                                       "records",

@@ -22,7 +22,8 @@ int main(int argc, char** argv) {
   const auto cases = emulator::cases(
       argc, argv, kCases,
       {"few requests", "queries", "pages of 7, sharp", "few, floats", "separate values 128",
-       "separate values 256, pages", "separate values 64", "few, records", "few, huge scores"},
+       "separate values 128, whole, a NaN", "separate values 256, pages", "separate values 64",
+       "few, records", "few, huge scores"},
       name_of);
   emulator::on_gpus(argc, argv, cases, emulator::kPortableGpus, [&](const DecodeCase& c) {
     for (const auto& options : emulator::schedules(argc, argv, &c - kCases)) {

@@ -17,6 +17,7 @@ int main(int argc, char** argv) {
     check(c, emulator::schedules(argc, argv, &c - kSparseAttentionCases),
           hopper::launch_sparse_attention_fwd);
   }
+  check(kNanBesideSinks, emulator::schedules(argc, argv, 0), hopper::launch_sparse_attention_fwd);
   printf(failures ? "FAILED %d\n" : "all good\n", failures);
   return failures != 0;
 }

@@ -17,6 +17,7 @@ int main(int argc, char** argv) {
   emulator::on_gpus(argc, argv, cases, emulator::kPortableGpus, [&](const SparseAttentionCase& c) {
     check(c, emulator::schedules(argc, argv, &c - kSparseAttentionCases), launch);
   });
+  check(kNanBesideSinks, emulator::schedules(argc, argv, 0), launch);
   printf(failures ? "FAILED %d\n" : "all good\n", failures);
   return failures != 0;
 }

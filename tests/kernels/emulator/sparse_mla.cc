@@ -35,6 +35,7 @@ int main(int argc, char** argv) {
       backward(c, options, kBackward);
     }
   }
+  for (const Case& c : kForwardCases) forward(c, {}, hopper::launch_sparse_mla_fwd);
   for (const char* name : {"adversarial", "groups", "32 heads, sharp"}) {
     const Case& c = emulator::named(kCases, name);
     forward(c, {}, hopper::launch_sparse_mla_fwd,

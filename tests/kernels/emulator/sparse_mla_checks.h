@@ -148,4 +148,12 @@ inline const Case kCases[] = {
     {"great scores", 2, 2, 90, 64, 1, 576, 130, true, false, true, 1, 1.f, false, 0, 0, 1e5f},
 };
 
+// For the forward pass only.
+inline const Case kForwardCases[] = {
+    {"16 heads, an infinity", 1, 3, 90, 16, 1, 576, 130, false, false, false, 1, 1.f, false, 0, 0,
+     0, true},
+    {"40 heads, an infinity", 1, 3, 90, 40, 1, 512, 130, false, false, false, 1, 1.f, false, 0, 0,
+     0, true},
+};
+
 }  // namespace jax_dsa

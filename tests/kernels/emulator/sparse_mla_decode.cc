@@ -42,11 +42,11 @@ void run_page_record_scales() {
 int main(int argc, char** argv) {
   run_values();
   run_page_record_scales();
-  const auto cases =
-      emulator::cases(argc, argv, kCases,
-                      {"whole", "adversarial", "D 512, groups, sharp", "pages", "records",
-                       "records in pages", "two caches", "two caches of page records"},
-                      [](const DecodeCase& c) { return c.c.name; });
+  const auto cases = emulator::cases(
+      argc, argv, kCases,
+      {"whole", "adversarial", "D 512, groups, sharp", "pages", "records", "records in pages",
+       "an infinity", "an infinity, 3 splits", "two caches", "two caches of page records"},
+      [](const DecodeCase& c) { return c.c.name; });
   for (const DecodeCase& c : cases) {
     for (const auto& options : emulator::schedules(argc, argv, &c - kCases))
       run(c, options, hopper::launch_sparse_mla_decode);

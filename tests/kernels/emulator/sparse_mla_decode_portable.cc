@@ -9,11 +9,11 @@ int main(int argc, char** argv) {
   using namespace jax_dsa;
   const DecodeLaunch launch = launch_on_device<portable::launch_sparse_mla_decode>;
   const auto name_of = [](const DecodeCase& c) { return c.c.name; };
-  const auto cases =
-      emulator::cases(argc, argv, kCases,
-                      {"whole", "adversarial", "D 512, groups, sharp", "pages", "records",
-                       "records in pages", "two caches", "two caches of page records"},
-                      name_of);
+  const auto cases = emulator::cases(
+      argc, argv, kCases,
+      {"whole", "adversarial", "D 512, groups, sharp", "pages", "records", "records in pages",
+       "an infinity", "an infinity, 3 splits", "two caches", "two caches of page records"},
+      name_of);
   emulator::on_gpus(argc, argv, cases, emulator::kPortableGpus, [&](const DecodeCase& c) {
     for (const auto& options : emulator::schedules(argc, argv, &c - kCases)) {
       run(c, options, launch);

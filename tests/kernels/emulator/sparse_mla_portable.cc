@@ -23,6 +23,7 @@ int main(int argc, char** argv) {
       backward(c, options, tested);
     }
   });
+  for (const Case& c : kForwardCases) forward(c, {}, launch);
   for (const char* name : {"adversarial", "groups", "32 heads, sharp"}) {
     const Case& c = emulator::named(kCases, name);
     forward(c, {}, launch, emulator::far_rows(int64_t{c.groups} * c.dim * 2));

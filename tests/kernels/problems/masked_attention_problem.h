@@ -31,6 +31,7 @@ struct AttentionCase {
   float masking_bias = 0.f;            // a bias value that masks single keys and whole rows, or 0
   float level = 0.f;                   // q.k of the first half of the keys, or 0 for random keys
   bool sinks = false;
+  bool nan_value = false;  // one value of the first key of the first KV head is NaN
 };
 
 struct AttentionProblem {
@@ -133,6 +134,7 @@ inline AttentionProblem make_attention(const AttentionCase& c, uint64_t seed) {
       }
     }
   }
+  if (c.nan_value) p.v[3] = to_16(c.dtype, NAN);
   if (c.sinks) {
     for (int i = 0; i < c.batch * c.heads; ++i) {
       p.sinks.push_back(i % 4 == 1 ? INFINITY : i % 4 == 2 ? -INFINITY : 3 * normal(random));
@@ -587,5 +589,18 @@ inline const AttentionCase kAttentionCases[] = {
      .bias_heads = 2,
      .bias_rows = false},
 };
+
+// Every query sees every key, so that all results of the first KV head's queries have a NaN,
+// whatever their sinks are. For the forward pass only.
+inline const AttentionCase kNanBesideSinks = {.name = "a NaN beside sinks",
+                                              .batch = 1,
+                                              .queries = 70,
+                                              .keys = 150,
+                                              .heads = 4,
+                                              .groups = 2,
+                                              .dim = 64,
+                                              .value_dim = 64,
+                                              .sinks = true,
+                                              .nan_value = true};
 
 }  // namespace jax_dsa

@@ -33,8 +33,9 @@ struct SparseAttentionCase {
   bool topk_length = false;
   bool sinks = false;
   DType dtype = DType::kBF16;
-  float scale = 0.f;  // 0 means dim^-1/2
-  float level = 0.f;  // q.k of the first half of the keys, or 0 for random keys
+  float scale = 0.f;       // 0 means dim^-1/2
+  float level = 0.f;       // q.k of the first half of the keys, or 0 for random keys
+  bool nan_value = false;  // one value of the first key of the first KV head is NaN
 };
 
 // Makes lists of distinct blocks, one after the other.
@@ -224,6 +225,7 @@ inline SparseAttentionProblem make_sparse_attention(const SparseAttentionCase& c
       p.k[key * c.dim + 1] = to_16(c.dtype, s % 3 * 64.f);
     }
   }
+  if (c.nan_value) p.v[3] = to_16(c.dtype, NAN);
   if (c.sinks) {
     for (int i = 0; i < c.batch * c.heads; ++i) {
       p.sinks.push_back(i % 4 == 1 ? INFINITY : i % 4 == 2 ? -INFINITY : 3 * normal(random));
@@ -569,5 +571,20 @@ inline const SparseAttentionCase kSparseAttentionCases[] = {
     {"no queries", 1, 0, 30, 2, 1, 128, 128, 2, 16},
     {"no batch entries", 0, 30, 30, 2, 1, 128, 128, 2, 16},
 };
+
+// Every query sees every key, so that all results of the first KV head's queries have a NaN,
+// whatever their sinks are. For the forward pass only.
+inline const SparseAttentionCase kNanBesideSinks = {.name = "a NaN beside sinks",
+                                                    .batch = 1,
+                                                    .queries = 20,
+                                                    .keys = 130,
+                                                    .heads = 8,
+                                                    .groups = 2,
+                                                    .dim = 64,
+                                                    .value_dim = 64,
+                                                    .slots = 9,
+                                                    .block_size = 16,
+                                                    .sinks = true,
+                                                    .nan_value = true};
 
 }  // namespace jax_dsa

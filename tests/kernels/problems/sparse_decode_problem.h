@@ -243,7 +243,7 @@ inline const Case kCases[] = {
     {"blocks of 4, 256 dims", 2, 2, 250, 24, 2, 256, 70, 4, {.page_size = 10, .sinks = 2}},
     {"blocks of 1, pools", 3, 1, 96, 5, 1, 128, 90, 1, {.page_size = 8, .pools = true}},
     {"32 heads", 4, 2, 300, 32, 1, 128, 9, 32, {.q_size = 3.f}},
-    {"80 heads", 2, 1, 200, 80, 1, 64, 7, 32, {.poison = true}},
+    {"80 heads", 2, 1, 200, 80, 1, 64, 7, 32, {.sinks = 1, .poison = true}},
     {"32 heads, 256 dims", 2, 1, 300, 32, 1, 256, 3, 128},
     {"many requests", 12, 2, 130, 2, 1, 64, 4, 16, {.sinks = 1}},
     {"invariant", 5, 1, 1500, 16, 2, 128, 12, 128, {.batch_invariant = true}},

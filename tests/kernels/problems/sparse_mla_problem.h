@@ -27,6 +27,7 @@ struct Case {
   int shared_tiles = 0;   // at least this many key tiles are common to neighboring queries
   float common_keys = 0;  // fraction of sorted keys that the previous query selects too
   float huge = 0;  // the score of all keys of every second batch entry, and of every third key
+  bool infinite = false;  // the first selected key has an infinite value; all its scores are -inf
 };
 
 struct Problem {
@@ -108,6 +109,11 @@ inline Problem make(const Case& c, uint64_t seed) {
     if (row / c.groups / c.keys % 2 == 1 || row / c.groups % 3 == 0)
       p.kv[(row + 1) * c.dim - 1] = __float2bfloat16(c.huge);
   }
+  if (c.infinite) {
+    constexpr int kColumn = 5;
+    for (size_t i = kColumn; i < p.q.size(); i += c.dim) p.q[i] = __float2bfloat16(-1.f);
+    p.kv[p.key_row(0, 0, 0) * c.dim + kColumn] = __float2bfloat16(INFINITY);
+  }
   // Keys that no slot selects become NaN.
   std::vector<bool> used(int64_t{c.batch} * c.keys * c.groups);
   for (int64_t t = 0; t < tokens; ++t) {
@@ -183,7 +189,7 @@ inline Row attend(const Problem& p, int64_t token, int head) {
     row.gate = 1 / (1 + std::exp(sink - top - row.log_sum));
   }
   for (int k = 0; k < c.slots; ++k) {
-    if (row.score[k] == -INFINITY) continue;
+    if (!p.counts(token, group, k)) continue;
     const double weight = row.gate * std::exp(row.score[k] - top - row.log_sum);
     for (int d = 0; d < 512; ++d) {
       row.out[d] += weight * __bfloat162float(p.key(token, group, k)[d]);

@@ -40,8 +40,9 @@ inline double difference(DType dtype, const std::vector<uint16_t>& got,
                          const std::vector<double>& expected) {
   double worst = 0;
   for (size_t i = 0; i < got.size(); ++i) {
-    const double error =
-        std::fabs(from_16(dtype, got[i]) - expected[i]) / (1 + std::fabs(expected[i]));
+    const double value = from_16(dtype, got[i]);
+    if (std::isnan(value) && std::isnan(expected[i])) continue;
+    const double error = std::fabs(value - expected[i]) / (1 + std::fabs(expected[i]));
     worst = std::max(worst, std::isnan(error) ? INFINITY : error);
   }
   return worst;
