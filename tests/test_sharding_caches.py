@@ -67,6 +67,32 @@ def test_appending_to_pages_that_sharded_requests_share(
 
 
 @pytest.mark.parametrize("kind", [slow("explicit"), "explicit-of-types"])
+@pytest.mark.parametrize("axis", [0, 1], ids=["pages", "tokens"])
+def test_decoding_from_a_sharded_pool(
+    axis: int, kind: str, rng: np.random.Generator, cpus: list[jax.Device]
+) -> None:
+    """The pages that requests share may be sharded, also along the tokens of a page."""
+    B, P, L, C = 2, 8, 8, 4
+    q, w = rng.normal(size=(B, 1, 3, C)), rng.normal(size=(B, 1, 3))
+    pages, scales = rng.normal(size=(P, L, 1, C)), rng.normal(size=(P, L))
+    arrays = [np.asarray(x, np.float32) for x in (q, w, pages, scales)]
+    table = rng.permutation(P).reshape(B, -1).astype(np.int32)
+    lengths = np.asarray([20, 31], np.int32)
+
+    @jax.jit
+    def select(q: Any, w: Any, pages: Any, scales: Any) -> Any:
+        cache = jax_dsa.PagedCache(pages, table, lengths)
+        return jax_dsa.indexer_topk(q, cache, w, 5, index_k_scale=scales)
+
+    mesh, context = mesh_of(kind, (8,), ("x",), cpus)
+    whole = NamedSharding(mesh, PartitionSpec())
+    sharded = NamedSharding(mesh, PartitionSpec(*[None] * axis, "x"))
+    with context(mesh):
+        got = select(*jax.device_put(arrays, [whole, whole, sharded, sharded]))
+    jax.tree.map(np.testing.assert_array_equal, got, select(*arrays))
+
+
+@pytest.mark.parametrize("kind", [slow("explicit"), "explicit-of-types"])
 @pytest.mark.parametrize("method", ["flat", "update", "htree"])
 @pytest.mark.parametrize("axis", [0, 1, 3], ids=["batch", "tokens", "dim"])
 def test_rows_that_are_sharded_unlike_the_cache(

@@ -216,12 +216,15 @@ def shard_as(x: jax.Array, like: jax.Array) -> jax.Array:
     return on_mesh_of_types(lambda x, like: jax.reshard(x, spec))(x, like)
 
 
-def whole_rows(x: jax.Array) -> jax.Array:
-    """Returns `x` with its last axis on every device of the Explicit axes that shard it."""
+def whole_axis(x: jax.Array, axis: int) -> jax.Array:
+    """Returns `x` with an axis on every device of the Explicit axes that shard it."""
     if explicit_mesh(x) is None or not x.ndim:
         return x
-    spec = PartitionSpec(*jax.typeof(x).sharding.spec[:-1], None)
-    return on_mesh_of_types(lambda x: jax.reshard(x, spec))(x)
+    places = list(jax.typeof(x).sharding.spec)
+    if places[axis] is None:
+        return x
+    places[axis] = None
+    return on_mesh_of_types(lambda x: jax.reshard(x, PartitionSpec(*places)))(x)
 
 
 def mapped_aval(aval: Any, size: int, names: Any) -> Any:

@@ -52,7 +52,7 @@ def block_tokens(indices: Int[Array, "... K"], block_size: int) -> Int[Array, ".
         positions = jnp.where(used[..., None], first[..., None] + within, -1)
         return positions.reshape(*blocks.shape[:-1], blocks.shape[-1] * size)
 
-    return expanded(compat.whole_rows(blocks))
+    return expanded(compat.whole_axis(blocks, -1))
 
 
 def valid_slots(

@@ -193,7 +193,7 @@ def _encoded(args: Args, rows: Any, stored: jax.Array) -> jax.Array:
     rows = args.array("rows", rows, "B T G D", dtypes)
     if is_record:
         low = rows.dtype if rows.dtype in INPUTS else jnp.float32
-        rows = compat.whole_rows(rows)
+        rows = compat.whole_axis(rows, -1)
         rows = (packed_for_page if in_pages else packed)(args, rows.astype(low))
     return rows.astype(stored.dtype)
 

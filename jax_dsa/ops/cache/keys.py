@@ -6,6 +6,7 @@ from typing import Any, NamedTuple
 
 import jax.numpy as jnp
 
+from jax_dsa.core import compat
 from jax_dsa.core.checks import INT32, LARGEST, Args
 from jax_dsa.core.layout import PAGE_RECORD_BYTES, PAGE_RECORD_DIM, RECORD_BYTES, RECORD_DIM
 from jax_dsa.core.typing import Array, Int
@@ -48,7 +49,13 @@ class Keys(NamedTuple):
         if self.page_table is None:
             return args.array(name, x, f"B {self.letter} {tail}", dtypes)
         x = args.array(name, x, f"P L {tail}", dtypes)
-        return x.reshape(x.shape[0] * x.shape[1], *x.shape[2:])[None]
+        return _pool(x)
+
+
+def _pool(pages: Array) -> Array:
+    """Returns pages [P, L, ...] as the one batch entry [1, P * L, ...] that all requests share."""
+    pages = compat.whole_axis(pages, 1)
+    return pages.reshape(pages.shape[0] * pages.shape[1], *pages.shape[2:])[None]
 
 
 def read_keys(
@@ -103,8 +110,7 @@ def read_cache(args: Args, name: str, cache: Any, dims: str, dtypes: Any, mark: 
     if isinstance(cache, PagedCache):
         pages = checked_pages(args, f"{name}.pages", cache.pages, dims, dtypes, hint, mark)
         table = args.array(f"{name}.page_table", cache.page_table, f"B R{mark}", INT32)
-        count, page_size = pages.shape[:2]
-        rows = pages.reshape(count * page_size, *pages.shape[2:])[None]
+        rows, page_size = _pool(pages), pages.shape[1]
         capacity = table.shape[1] * page_size
         args.bind(f"S{mark}", capacity, f"'{name}'")
         fits = not isinstance(capacity, int) or capacity <= LARGEST
