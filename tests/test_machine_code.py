@@ -132,6 +132,7 @@ PORTABLE_STACKS = {
     "htree12build_kernel": 8,
     "htree13decode_kernel": 112,
     "htree13scores_kernel": 48,
+    "masked_attention19portable_bwd_kernel": 24,
     "masked_attention19portable_fwd_kernel": 48,
     "sparse_mla19portable_bwd_kernel": 24,
     "topk11topk_kernel": 32,
