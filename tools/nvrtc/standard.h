@@ -34,7 +34,7 @@ using cuda::std::int16_t, cuda::std::int32_t, cuda::std::int64_t, cuda::std::int
 using cuda::std::size_t, cuda::std::uintptr_t;
 using cuda::std::uint16_t, cuda::std::uint32_t, cuda::std::uint64_t, cuda::std::uint8_t;
 
-#define INFINITY __int_as_float(0x7f800000)
+#define INFINITY __builtin_bit_cast(float, 0x7f800000)
 #define NAN __int_as_float(0x7fffffff)
 #undef offsetof
 #define offsetof(type, member) 0  // NVRTC has no constant offsetof, and nothing is run
