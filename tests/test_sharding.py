@@ -357,3 +357,12 @@ def test_rows_without_a_selected_value(
         given = jax.device_put(x, NamedSharding(mesh, PartitionSpec("x")))
         indices, values = jax.jit(lambda x: jax_dsa.topk(x, 0, return_values=True))(given)
     assert indices.shape == values.shape == (2, 4, 0)
+
+
+def test_empty_results_without_a_batch_axis(cpus: list[jax.Device]) -> None:
+    """On Explicit axes, outside of `jax.jit`, JAX cannot index an empty array."""
+    mesh = jax.make_mesh(
+        (2,), ("x",), axis_types=(jax.sharding.AxisType.Explicit,), devices=cpus[:2]
+    )
+    x = jax.device_put(np.zeros((4, 6), np.float32), NamedSharding(mesh, PartitionSpec("x")))
+    assert jax_dsa.block_topk(x, 0, block_size=2).shape == (4, 0)

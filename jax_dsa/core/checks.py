@@ -309,7 +309,7 @@ class Args:
         """Returns a tuple of results, without their batch axis if the arguments have none."""
         if self.batched:
             return results
-        return jax.tree.map(lambda x: x[0], results)
+        return jax.tree.map(lambda x: jnp.squeeze(x, 0), results)
 
     def size(self, letter: str) -> str:
         """Returns the size of a letter and the argument that determines it, for a message."""
