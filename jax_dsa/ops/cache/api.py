@@ -237,8 +237,8 @@ class FlatCache(_Cache):
             capacity: S, the number of tokens that a request may have.
             dim: D, the size of a row; 576 with `fp8`.
             groups: G, the number of KV heads.
-            dtype: The dtype of the rows, which is that of the queries that will read them. It has no
-                effect with `fp8`.
+            dtype: The dtype of the rows, which is that of the queries that will read them. It has
+                no effect with `fp8`.
             fp8: Whether to store FP8 records in place of rows of `dtype`.
 
         Raises:
@@ -323,8 +323,8 @@ class PagedCache(_Cache):
             pages_per_request: The number of entries that a request has in the page table.
             dim: D, the size of a row; 576 or 512 with `fp8`.
             groups: G, the number of KV heads.
-            dtype: The dtype of the rows, which is that of the queries that will read them. It has no
-                effect with `fp8`.
+            dtype: The dtype of the rows, which is that of the queries that will read them. It has
+                no effect with `fp8`.
             fp8: Whether to store FP8 records in place of rows of `dtype`: of 656 bytes for D = 576,
                 of 584 bytes for D = 512.
 
