@@ -106,6 +106,33 @@ def test_scales_out_of_the_range_of_float32(op: str) -> None:
     assert all(np.isfinite(x).all() for x in jax.tree.leaves(ATTENTION[op](scale=0.0)))
 
 
+NARROW: dict[str, Callable[..., Any]] = {
+    "sparse_mla": lambda q, kv: jax_dsa.sparse_mla(q, kv, INDICES),
+    "sparse_mla_decode": lambda q, kv: jax_dsa.sparse_mla_decode(q, cache_of(kv), INDICES),
+    "sparse_attention": lambda q, kv: jax_dsa.sparse_attention(q, kv, KV, INDICES, block_size=4),
+    "sparse_attention_decode": lambda q, kv: jax_dsa.sparse_attention_decode(
+        q, cache_of(kv), cache_of(KV), INDICES, block_size=4
+    ),
+    "attn_dist": lambda q, kv: jax_dsa.attn_dist(q, kv, INDICES, LSE),
+    "attention_probs": lambda q, kv: jax_dsa.attention_probs(q, kv),
+    "dsa_attention": lambda q, kv: jax_dsa.dsa_attention(q, kv, *INDEX, top_k=1),
+    "dense_indexer_kl_loss": lambda q, kv: jax_dsa.dense_indexer_kl_loss(*INDEX, q, kv),
+    "mqa_decode": jax_dsa.mqa_decode,
+    "masked_attention": lambda q, kv: jax_dsa.masked_attention(q, kv, KV),
+    "htree_attention": lambda q, kv: jax_dsa.htree_attention(q, kv[:, :T], KV[:, :T]),
+}
+
+
+def cache_of(rows: Any) -> jax_dsa.FlatCache:
+    return jax_dsa.FlatCache(rows, jnp.full(B, S))
+
+
+@pytest.mark.parametrize("op", NARROW)
+def test_queries_and_keys_without_elements(op: str) -> None:
+    with pytest.raises(ValueError, match=f"^{op}: argument 'q' has D=0, want D >= 1"):
+        NARROW[op](Q[..., :0], KV[..., :0])
+
+
 def test_floats_out_of_range() -> None:
     for softcap in (1e38, 1e-31):
         with pytest.raises(ValueError, match=r"masked_attention: argument 'softcap'.*1e-30"):
@@ -219,6 +246,7 @@ DTYPES: dict[str, Callable[[Any], Any]] = {
     "fp8_matmul": lambda d: jax_dsa.fp8_matmul(Q, None, Q[0, 0], None, dtype=d),
     "fp8_linear": lambda d: jax_dsa.fp8_linear(Q, Q[0, 0].T, dtype=d),
     "unpack_records": lambda d: unpack_records(jnp.zeros((1, 656), jnp.uint8), d),
+    "unpack_page_records": lambda d: unpack_page_records(jnp.zeros((1, 584), jnp.uint8), d),
     "FlatCache.empty": lambda d: jax_dsa.FlatCache.empty(1, 1, dtype=d),
     "PagedCache.empty": lambda d: jax_dsa.PagedCache.empty(1, 1, 1, 1, dtype=d),
     "HTreeCache.empty": lambda d: jax_dsa.HTreeCache.empty(1, 1, 4, dtype=d),
@@ -230,6 +258,9 @@ def test_dtypes(op: str) -> None:
     for dtype, error in (("wrong", TypeError), (np.ones(3), TypeError), (jnp.int32, ValueError)):
         with pytest.raises(error, match=f"{op}: argument 'dtype' is .*, want bfloat16 or"):
             DTYPES[op](dtype)
+    if op not in ("fp8_matmul", "fp8_linear"):  # None is their default.
+        with pytest.raises(TypeError, match=f"{op}: argument 'dtype' is None, want bfloat16 or"):
+            DTYPES[op](None)
     assert jax.tree.leaves(DTYPES[op]("bfloat16"))[0].dtype == jnp.bfloat16
 
 

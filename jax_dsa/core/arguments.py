@@ -27,8 +27,8 @@ CAUSAL_ALIGNMENTS = ("top_left", "bottom_right")
 
 
 def check_heads(args: Args, q: str, kv: str) -> None:
-    """Raises unless the number N of query heads is a multiple of the number G of KV heads."""
-    heads, groups = args.sizes["N"], args.sizes["G"]
+    """Raises unless N query heads are a multiple of G KV heads, and D is not 0."""
+    heads, groups, dim = (args.sizes[x] for x in "NGD")
     numbers = isinstance(heads, int) and isinstance(groups, int)
     args.option(q, f"N={heads} heads and G={groups} groups", numbers, NO_SYMBOL)
     if groups == 0 or heads % groups:
@@ -36,6 +36,8 @@ def check_heads(args: Args, q: str, kv: str) -> None:
             f"argument '{q}' has N={heads} heads and '{kv}' has G={groups}, want N to be a "
             f"multiple of G (heads are the axis before the last one)"
         )
+    if isinstance(dim, int) and dim == 0:
+        raise ValueError(f"{args.op}: argument '{q}' has D=0, want D >= 1 (D is the last axis)")
 
 
 def scale_or_default(args: Args, scale: Any) -> float:
@@ -43,7 +45,7 @@ def scale_or_default(args: Args, scale: Any) -> float:
     if scale is not None:
         return args.real("scale", scale)
     args.option("scale", scale, isinstance(args.sizes["D"], int), "a float where D is symbolic")
-    return float(max(1, args.sizes["D"]) ** -0.5)
+    return float(args.sizes["D"] ** -0.5)
 
 
 def value_dim_or_default(args: Args, value_dim: Any) -> int:

@@ -284,6 +284,8 @@ class Args:
     def dtype(self, name: str, value: Any, dtypes: Sequence[Any]) -> Any:
         """Returns `value`, which may be anything that names a dtype, as one of `dtypes`."""
         try:
+            if value is None:  # NumPy would take it as float64.
+                raise TypeError
             dtype = jnp.dtype(value)
         except (TypeError, ValueError):
             raise TypeError(

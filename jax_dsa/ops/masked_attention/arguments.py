@@ -60,7 +60,6 @@ def queries_and_keys(args: Args, q: Any, k: Any) -> tuple[Array, Array]:
     q = args.array("q", q, "B T N D", FLOATS)
     k = args.array("k", k, "B S G D", (q.dtype,))
     check_heads(args, "q", "k")
-    args.shape("q", q, q.shape[3] > 0, "[B, T, N, D] with D >= 1")
     return q, k
 
 

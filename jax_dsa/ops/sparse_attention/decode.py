@@ -191,7 +191,6 @@ def sparse_attention_decode(
             f"{type(k_cache).__name__}, like 'k_cache'"
         )
     values = read_cache(args, "v_cache", v_cache, "G E", (keys.rows.dtype,))
-    args.shape("q", q, q.shape[3] > 0, "[B, T, N, D] with D >= 1")
     check_heads(args, "q", "k_cache")
     options, slots = options_and_slots(
         args,
