@@ -101,6 +101,8 @@ def test_scales_out_of_the_range_of_float32(op: str) -> None:
     for scale in (1e39, np.float64(-1e39), 1e-46, 10**400):
         with pytest.raises(ValueError, match=f"{op}: argument 'scale' is .*float32"):
             ATTENTION[op](scale=scale)
+    with pytest.raises(ValueError, match="'scale' is 1e-38, want 0 or a finite normal float32 num"):
+        ATTENTION[op](scale=1e-38)
     with pytest.raises(TypeError, match=f"{op}: argument 'scale' is an array key"):
         ATTENTION[op](scale=jax.random.key(0))
     assert all(np.isfinite(x).all() for x in jax.tree.leaves(ATTENTION[op](scale=0.0)))

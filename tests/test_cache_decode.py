@@ -205,7 +205,7 @@ GOOD_PAGES = PagedCache(
 
 WRONG = {
     "q": ({"q": np.zeros(3, np.float32)}, ValueError, "'q' has shape"),
-    "cache": ({"cache": GOOD_CACHE.data}, TypeError, "'cache' is ndarray, want a FlatCache or"),
+    "cache": ({"cache": GOOD_CACHE.data}, TypeError, "'cache' is an array .*, want a FlatCache or"),
     "dtype": ({"q": GOOD_Q.astype(jnp.bfloat16)}, TypeError, "'cache.data'.*bfloat16 or uint8"),
     "dim": ({"q": GOOD_Q[..., 1:]}, ValueError, "'cache.data'.*D=9"),
     "heads": ({"q": GOOD_Q[:, :, :3]}, ValueError, "N=3.*G=2.*multiple"),

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import functools
+
+import jax
 import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from support.indexer import inputs
 
-from jax_dsa import FlatCache, PagedCache, indexer_logits, indexer_topk
+from jax_dsa import FlatCache, PagedCache, indexer_block_topk, indexer_logits, indexer_topk
 
 
 def test_misuse_of_query_start(rng):
@@ -29,9 +32,21 @@ def test_misuse_of_caches(rng):
     groups = FlatCache(np.zeros((2, 9, 2, 4), np.float32), flat.lengths)
     for error, message, cache, options in (
         (ValueError, "'query_start' is 1, want 0 with a cache", flat, {"query_start": 1}),
+        (
+            TypeError,
+            "'query_start' is an array .*, want 0 with",
+            flat,
+            {"query_start": flat.lengths},
+        ),
+        (TypeError, r"'query_start' is 0.5 \(float\), want 0 with a", paged, {"query_start": 0.5}),
         (ValueError, "'index_k_scale' has shape", flat, {"index_k_scale": k[:, :3, 0]}),
         (ValueError, "'index_k_scale' has shape", paged, {"index_k_scale": k[..., 0]}),
-        (TypeError, r"'index_k\.data' has dtype uint8, want float32", records, {}),
+        (
+            TypeError,
+            r"'index_k\.data' has dtype uint8, want float32; .*'index_k_scale'$",
+            records,
+            {},
+        ),
         (ValueError, r"'index_k\.data' has shape .* want \[B, S, 1, C\]", groups, {}),
         (ValueError, "'ends' has shape", paged, {"ends": np.zeros((2, 4), np.int32)}),
     ):
@@ -39,6 +54,23 @@ def test_misuse_of_caches(rng):
             indexer_topk(q, cache, weights, 3, **options)
     with pytest.raises(TypeError, match="indexer_logits: argument 'index_k' is FlatCache"):
         indexer_logits(q, flat, weights)
+
+
+def test_a_traced_query_start_beside_a_cache(rng):
+    q, k, weights = inputs(rng)
+    flat = FlatCache(k[:, :, None], np.array([9, 6], np.int32))
+    call = functools.partial(indexer_topk, q, flat, weights, 3)
+    with pytest.raises(
+        TypeError, match=r"'query_start' is an array .*, want 0 with a cache, whose"
+    ):
+        jax.jit(lambda start: call(query_start=start))(0)
+
+
+def test_means_over_a_paged_cache(rng):
+    q, _, weights = inputs(rng)
+    paged = PagedCache.empty(4, 3, len(q), 3, 4, dtype=q.dtype)
+    with pytest.raises(ValueError, match="'index_k' is PagedCache, want an array or a FlatCache"):
+        indexer_block_topk(q, paged, weights, 2, block_size=2, pooling="mean")
 
 
 Q, K_, W = (

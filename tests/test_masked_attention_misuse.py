@@ -36,6 +36,7 @@ ERRORS = [
     ("q", [1.0], TypeError, "argument 'q' is list, want an array"),
     ("q", np.ones((T, D), f32), ValueError, "argument 'q' has shape"),
     ("q", np.ones((B, T, N, D), i32), TypeError, "argument 'q' has dtype int32"),
+    ("q", np.ones((B, T, N, 0), f32), ValueError, "argument 'k' has shape.*D=0"),
     ("q", np.ones((B, T, 3, D), f32), ValueError, "argument 'q' has N=3.*G=2.*multiple of G"),
     ("k", np.ones((B, S, G, D), np.float16), TypeError, "argument 'k' has dtype float16"),
     ("k", np.ones((B, S, G, D + 1), f32), ValueError, "argument 'k' has shape.*D=8"),
@@ -53,9 +54,15 @@ ERRORS = [
     ("causal_alignment", "top", ValueError, "argument 'causal_alignment' is 'top'"),
     ("local_window_size", -1, ValueError, "argument 'local_window_size' is -1"),
     ("local_window_size", 2.0, TypeError, "argument 'local_window_size' is 2.0"),
+    (
+        "local_window_size",
+        np.ones(T, i32),
+        TypeError,
+        r"'local_window_size' is an array int32\[5\].*or a pair \(left, right\)",
+    ),
     ("local_window_size", (1, 2, 3), ValueError, r"argument 'local_window_size' is \(1, 2, 3\)"),
     ("segment_ids", np.ones((B, T), i32), ValueError, "argument 'segment_ids' has shape.*S=7"),
-    ("segment_ids", (np.ones((B, T), i32),), ValueError, "argument 'segment_ids'"),
+    ("segment_ids", (np.ones((B, T), i32),), ValueError, "'segment_ids' is a tuple of 1, want"),
     (
         "segment_ids",
         (np.ones((B, T), i32), np.ones((B, S))),
@@ -73,7 +80,7 @@ ERRORS = [
     ),
     ("softcap", 0.0, ValueError, "argument 'softcap' is 0.0"),
     ("softcap", True, TypeError, "argument 'softcap'"),
-    ("block_mask", np.ones((1, 1, 1, 1)), TypeError, "argument 'block_mask' is ndarray"),
+    ("block_mask", np.ones((1, 1, 1, 1)), TypeError, "argument 'block_mask' is an array float64"),
     ("kv_indices", np.ones((B, N, 3), i32), ValueError, "argument 'kv_indices' has shape"),
     ("kv_indices", np.ones((B, G, 3), f32), TypeError, "argument 'kv_indices' has dtype"),
     ("deterministic", None, TypeError, "argument 'deterministic'"),
@@ -131,7 +138,9 @@ def test_block_mask_with_inconsistent_fields() -> None:
 def test_misuse_of_combined_arguments() -> None:
     arguments = valid_arguments()
     blocks = make_block_mask(arguments["mask"])
-    with pytest.raises(ValueError, match=r"'block_mask'.*beside 'kv_indices'"):
+    with pytest.raises(
+        ValueError, match="'block_mask' is BlockMask, want None beside 'kv_indices'"
+    ):
         kept = np.zeros((B, G, 2), np.int32)
         masked_attention(**arguments, block_mask=blocks, kv_indices=kept)
     other = make_block_mask(lambda b, h, t, s: t >= s, shape=(1, 3, T, S))
@@ -142,8 +151,9 @@ def test_misuse_of_combined_arguments() -> None:
     one = [arguments[name][0] for name in "qkv"]
     with pytest.raises(ValueError, match="'cu_seqlens_k' has shape"):
         masked_attention_varlen(*one, CU_Q, CU_K[1:])
-    with pytest.raises(ValueError, match=r"'cu_seqlens_q' has shape.*R >= 1"):
-        masked_attention_varlen(*one, CU_Q[:1], CU_K[:1])
+    for length in (0, 1):
+        with pytest.raises(ValueError, match=r"'cu_seqlens_q' has shape.*R >= 1 sequences$"):
+            masked_attention_varlen(*one, CU_Q[:length], CU_K[:length])
     with pytest.raises(TypeError, match="'cu_seqlens_q' has dtype float32"):
         masked_attention_varlen(*one, CU_Q.astype(f32), CU_K)
 

@@ -37,13 +37,13 @@ WRONG = {
             "k": FlatCache(np.zeros((B, S, G, 656), np.uint8), ZERO),
         },
         ValueError,
-        "'v' is an array, want None with FP8 records",
+        "'v' is an array .*, want None with FP8 records",
     ),
     "cache": ({"k": FlatCache(np.zeros((B, S, G, D + 1), np.float32), ZERO)}, ValueError, "D=10"),
     "cache dtype": (
         {"k": FlatCache(np.zeros((B, S, G, D), np.float16), ZERO)},
         TypeError,
-        "'k.data'.*float32 or uint8",
+        r"'k.data'.*float32 or uint8; FlatCache.*; uint8 means FP8 records, .*fp8=True\) makes",
     ),
     "cache lengths": (
         {"k": FlatCache(np.zeros((B, S, G, D), np.float32), ZERO[:2])},
@@ -76,17 +76,31 @@ WRONG = {
         TypeError,
         "'key_value_seq_lengths'.*int32",
     ),
-    "starts": ({"starts": np.zeros(2, np.int32)}, ValueError, "'starts'.*B=3"),
+    "starts": (
+        {"starts": np.zeros(2, np.int32)},
+        ValueError,
+        r"'starts'.*want \[B\] or \[B, T\] with B=3 .*, T=3",
+    ),
+    "starts of rank 3": (
+        {"starts": np.zeros((B, T, 1), np.int32)},
+        ValueError,
+        r"'starts'.*want \[B\] or \[B, T\] with B=3 .*, T=3",
+    ),
     "starts of queries": ({"starts": np.zeros((B, T + 1), np.int32)}, ValueError, "'starts'.*T=3"),
     "window": ({"local_window_size": -1}, ValueError, "'local_window_size' is -1"),
     "window type": ({"local_window_size": 2.5}, TypeError, "'local_window_size' is 2.5"),
     "window pair": ({"local_window_size": (3, 1)}, ValueError, r"is \(3, 1\).*\(left, 0\)"),
-    "window of none": ({"local_window_size": ()}, ValueError, r"is \(\), want an int or"),
+    "window of none": ({"local_window_size": ()}, ValueError, r"is \(\), want a static int"),
     "window of three": ({"local_window_size": (3, 0, 0)}, ValueError, r"is \(3, 0, 0\)"),
     "windows": (
         {"local_window_size": np.ones(T + 1, np.int32)},
         ValueError,
-        "'local_window_size'.*B=3",
+        r"has shape \(4,\), want a static int.*\(left, 0\).*array \[B\] with B=3",
+    ),
+    "windows of queries": (
+        {"local_window_size": np.ones((B, T), np.int32)},
+        ValueError,
+        r"'local_window_size' has shape \(3, 3\), want a static int.*\(left, 0\).*array \[B\] with",
     ),
     "sinks": ({"sinks": np.zeros(G, np.float32)}, ValueError, "'sinks'.*N=6"),
     "page_table": (
@@ -117,6 +131,14 @@ WRONG = {
 def test_misuse(change: dict, error: type, message: str) -> None:
     with pytest.raises(error, match=f"mqa_decode: .*{message}"):
         mqa_decode(**{**GOOD, **change})
+
+
+def test_a_traced_window() -> None:
+    """Only a window of each request may be traced."""
+    call = jax.jit(lambda window: mqa_decode(**GOOD, local_window_size=window))
+    with pytest.raises(ValueError, match=r"has shape \(\), want a static int .* or an array \[B\]"):
+        call(2)
+    assert call(np.ones(B, np.int32)).shape == (B, T, N, E)
 
 
 @settings(max_examples=12, deadline=None)

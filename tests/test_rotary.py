@@ -59,7 +59,7 @@ def test_small_angles_of_rope_keep_their_relative_precision():
         (
             lambda x, p: nn.rope(x, p, frequencies=[np.nan] * 4),
             ValueError,
-            "rope: argument 'frequencies' is nan, want a finite float",
+            "rope: argument 'frequencies' is nan, want 0 or a finite normal float32",
         ),
         (lambda x, p: nn.hadamard(x.astype(int)), TypeError, "hadamard: argument 'x' has dtype in"),
     ],

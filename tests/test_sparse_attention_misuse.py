@@ -99,7 +99,7 @@ def test_packed_sequences() -> None:
         sparse_attention_varlen(**GOOD, cu_seqlens_q=cu, cu_seqlens_k=cu)
     with pytest.raises(ValueError, match=f"{op} 'cu_seqlens_k' has shape"):
         sparse_attention_varlen(**packed, cu_seqlens_q=cu, cu_seqlens_k=cu[:1])
-    with pytest.raises(ValueError, match=f"{op} 'cu_seqlens_q' has shape .*R >= 1"):
+    with pytest.raises(ValueError, match=f"{op} 'cu_seqlens_q' has shape .*R >= 1 sequences$"):
         sparse_attention_varlen(**packed, cu_seqlens_q=cu[:1], cu_seqlens_k=cu[:1])
     with pytest.raises(ValueError, match=f"{op} 'causal_alignment' is 'left'"):
         sparse_attention_varlen(**packed, cu_seqlens_q=cu, cu_seqlens_k=cu, causal_alignment="left")
@@ -143,8 +143,8 @@ def pair(k: Any, v: Any, **others: Any) -> dict[str, Any]:
 
 
 WRONG_CACHES: dict[str, tuple[dict[str, Any], type[Exception], str]] = {
-    "array": ({"k_cache": GOOD["k"]}, TypeError, "'k_cache' is ndarray, want a FlatCache or a P"),
-    "v array": ({"v_cache": GOOD["v"]}, TypeError, "'v_cache' is ndarray, want FlatCache, like"),
+    "array": ({"k_cache": GOOD["k"]}, TypeError, "'k_cache' is an array float32.*want a Fl"),
+    "v array": ({"v_cache": GOOD["v"]}, TypeError, "'v_cache' is an array float32.*, like 'k"),
     "kinds": (pair(FLAT[0], PAGED[1]), TypeError, "'v_cache' is PagedCache, want FlatCache, like"),
     "dtypes": (
         pair(FLAT[0], changed(FLAT[1], data=FLAT[1].data.astype(np.float16))),
@@ -154,7 +154,8 @@ WRONG_CACHES: dict[str, tuple[dict[str, Any], type[Exception], str]] = {
     "records": (
         pair(FlatCache(np.zeros((B, S, G, 656), np.uint8), LENGTHS), FLAT[1]),
         TypeError,
-        "'k_cache.data' has dtype uint8, want float32 or float8_e4m3fn",
+        "'k_cache.data' has dtype uint8, want float32 or float8_e4m3fn; .* takes no FP8 records; "
+        "pass caches in float8_e4m3fn, with 'k_scale' and 'v_scale'$",
     ),
     "dim": (
         pair(changed(FLAT[0], data=np.zeros((B, S, G, D + 1), f32)), FLAT[1]),

@@ -25,7 +25,11 @@ WRONG = {
     "kv dtype": ({"kv": jnp.zeros((B, S, G, D), jnp.bfloat16)}, TypeError, "'kv'.*float32"),
     "heads": ({"kv": np.zeros((B, S, 4, D), np.float32)}, ValueError, "N=6.*G=4.*multiple"),
     "no groups": ({"kv": np.zeros((B, S, 0, D), np.float32)}, ValueError, "N=6.*G=0.*multiple"),
-    "indices shape": ({"indices": np.zeros((B, T), np.int32)}, ValueError, "'indices'.*B, T, G, K"),
+    "indices shape": (
+        {"indices": np.zeros((B, T), np.int32)},
+        ValueError,
+        r"\[B, T, G, K\] or \[B, T, K\]",
+    ),
     "indices of all": ({"indices": np.zeros((B, 1, K), np.int32)}, ValueError, "'indices'.*T=7"),
     "indices group": ({"indices": np.zeros((B, T, 1, K), np.int32)}, ValueError, "'indices'.*G=2"),
     "indices dtype": ({"indices": np.zeros((B, T, G, K))}, TypeError, "'indices'.*int32"),

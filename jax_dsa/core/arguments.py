@@ -78,12 +78,10 @@ def selection(
 
     The arguments' names begin with the `prefix`, and `slots` is the letter of their last axis.
     """
-    shape = np.shape(as_array(indices))  # type: ignore[arg-type]
-    if len(shape) == 3 - (not args.batched):
-        shared = args.array(f"{prefix}indices", indices, f"B T {slots}", INT32)
-        indices = for_all_groups(shared, args.sizes["G"])
-    else:
-        indices = args.array(f"{prefix}indices", indices, f"B T G {slots}", INT32)
+    dims = f"B T G {slots} or B T {slots}"
+    indices = args.array(f"{prefix}indices", indices, dims, INT32)
+    if indices.ndim == 3:
+        indices = for_all_groups(indices, args.sizes["G"])
     if topk_length is not None:
         topk_length = args.array(f"{prefix}topk_length", topk_length, "B T", INT32)
     return indices, topk_length
@@ -150,8 +148,7 @@ def key_ranges(
         args.option("key_stride", stride, free, f"1 {what}; pass 'starts' and 'ends'")
     ids = None
     if segment_ids is not None:
-        given = type(segment_ids).__name__
-        args.option("segment_ids", given, lengths is None, "None with a cache")
+        args.option("segment_ids", segment_ids, lengths is None, "None with a cache")
         ids = document_numbers(args, segment_ids)
         only_zero(args, query_start, "0 beside 'segment_ids', where query t is the token of key t")
     first: Any = lengths
@@ -174,9 +171,8 @@ def key_ranges(
 
 
 def only_zero(args: Args, query_start: Any, why: str) -> None:
-    """Raises unless `query_start` is 0, which `why` calls what is expected."""
-    number = args.integer("query_start", query_start, -(2**31))
-    args.option("query_start", number, number == 0, why)
+    """Raises unless `query_start` is 0; `why` is what a message says is expected."""
+    args.integer("query_start", query_start, 0, 0, want=why)
 
 
 def _range_starts(
@@ -217,11 +213,11 @@ def window_reach(
     args.option("causal_alignment", causal_alignment, known, f"one of {CAUSAL_ALIGNMENTS}")
     if local_window_size is None:
         return None, 0 if causal else None
-    pair = local_window_size
+    pair, most = local_window_size, 2**63 - 1
     pair = pair if isinstance(pair, tuple | list) else (pair, pair)
-    want = "an int or a pair (left, right)"
+    want = f"an int in 0..{most} or a pair (left, right) of such ints"
     args.option("local_window_size", local_window_size, len(pair) == 2, want)
-    left, right = (args.integer("local_window_size", n, 0, 2**63 - 1) for n in pair)
+    left, right = (args.integer("local_window_size", n, 0, most, want) for n in pair)
     return left, 0 if causal else right
 
 
@@ -295,9 +291,8 @@ def segments(
         pair = "; with different ones, pass a pair of arrays [B, T] and [B, S]"
         starts = document_starts(document_numbers(args, segment_ids, pair))
         return starts, starts
-    given = f"a {type(segment_ids).__name__} of {len(segment_ids)}"
     want = "one array [B, T] or a pair of arrays [B, T] and [B, S]"
-    args.option("segment_ids", given, len(segment_ids) == 2, want)
+    args.option("segment_ids", segment_ids, len(segment_ids) == 2, want)
     q_ids, kv_ids = segment_ids
     q_ids = args.array("segment_ids[0]", q_ids, "B T", INT32)
     return q_ids, args.array("segment_ids[1]", kv_ids, "B S", INT32)

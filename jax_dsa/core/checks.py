@@ -6,9 +6,11 @@ A message names the function that the user called, the argument, its value and w
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import math
 import operator
 import os
+import re
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import jax
@@ -44,24 +46,39 @@ def _is_real(x: Any) -> bool:
     return jnp.issubdtype(x.dtype, jnp.integer) or jnp.issubdtype(x.dtype, jnp.floating)
 
 
-def _shown(x: Any) -> str:
-    """Returns `x` as text for a message; an array is shown by its dtype and shape."""
-    if isinstance(x, jax.Array | np.ndarray):
-        return f"an array {x.dtype}{list(x.shape)}"
-    return repr(x)
+def _is_array(x: Any) -> bool:
+    return isinstance(x, jax.Array | np.ndarray)
+
+
+def type_of(x: Any) -> str:
+    """Returns the type of `x` for a message; that of an array is its dtype and shape."""
+    return f"an array {x.dtype}{list(x.shape)}" if _is_array(x) else type(x).__name__
+
+
+def shown(x: Any) -> str:
+    """Returns `x` as text for a message; an array, a cache or a tuple of arrays by its type."""
+    if isinstance(x, tuple | list) and any(map(_is_array, x)):
+        return f"a {type(x).__name__} of {len(x)}"
+    is_instance = dataclasses.is_dataclass(x) and not isinstance(x, type)
+    return type_of(x) if _is_array(x) or is_instance else repr(x)
 
 
 def _typed(x: Any) -> str:
-    return f"{_shown(x)} ({type(x).__name__})"
+    return f"{shown(x)} ({type(x).__name__})"
 
 
 def _static(kind: str, x: Any) -> str:
-    """Returns `kind`, such as "an int", for a message; with the way out if `x` is no number yet."""
+    """Returns `kind`, such as "an int", for a message; with the way out if `x` is no number yet.
+
+    There is none if the kind does not name an int, a bool or a float.
+    """
+    static = re.sub(r"\ban? (int|bool|float)\b", r"a static \1", kind)
+    if static == kind:
+        return kind
     if export.is_symbolic_dim(x):
         return f"{kind}, no symbol: export once for each size"
     if not isinstance(x, jax.core.Tracer):
         return kind
-    static = f"a static {kind.split()[-1]}"
     return f"{static}; under jax.jit, pass it by static_argnames or functools.partial"
 
 
@@ -100,8 +117,8 @@ class Args:
             raise TypeError(f"{op}: argument '{name}' is {type(argument).__name__}, want an array")
         if lead.ndim not in (rank, rank - 1):
             raise ValueError(
-                f"{op}: argument '{name}' has shape {lead.shape}, want {self._expected(dims)} "
-                f"(or without the batch axis B)"
+                f"{op}: argument '{name}' has shape {lead.shape}, want "
+                f"{self._expected(dims.split())} (or without the batch axis B)"
             )
         self.batched = lead.ndim == rank
 
@@ -116,21 +133,35 @@ class Args:
         self._bound_by[letter] = source
 
     def array(
-        self, name: str, x: Any, dims: str, dtypes: Sequence[Any], hint: str = ""
+        self,
+        name: str,
+        x: Any,
+        dims: str,
+        dtypes: Sequence[Any],
+        hint: str = "",
+        otherwise: str = "",
     ) -> jax.Array:
         """Returns `x` as an array whose axes match `dims` (letters or numbers).
 
-        If the call has no batch axis, an axis of length 1 is added for "B". The message about a
-        wrong dtype ends with the `hint`.
+        If the call has no batch axis, an axis of length 1 is added for "B".
+
+        Args:
+            name: the argument's name.
+            x: the argument.
+            dims: its dims, or several of different ranks, as "B or B T".
+            dtypes: the dtypes that it may have.
+            hint: the end of the message about a wrong dtype.
+            otherwise: what the argument may be instead of an array, for the message about a wrong
+                shape.
         """
         x = self.typed(name, x, dtypes, hint)
-        tokens = dims.split()
-        if not self.batched:
-            tokens = [d for d in tokens if d != "B"]
+        choices = [self._without_batch(d.split()) for d in dims.split(" or ")]
+        tokens = next((d for d in choices if len(d) == x.ndim), choices[0])
+        alternative = f"{otherwise} or an array " if otherwise else ""
         if x.ndim != len(tokens):
             raise ValueError(
-                f"{self.op}: argument '{name}' has shape {x.shape}, want "
-                f"{self._expected(' '.join(tokens))}{self._group_hint(name, x.shape, tokens)}"
+                f"{self.op}: argument '{name}' has shape {x.shape}, want {alternative}"
+                f"{self._expected(*choices)}{self._group_hint(name, x.shape, tokens)}"
             )
         self._given.append(Given(name, x.shape, tuple(tokens)))
         for token, size in zip(tokens, x.shape, strict=True):
@@ -139,8 +170,8 @@ class Args:
                 self.shape(name, x, False, "axes of less than 2**31")
             if size != expected:
                 raise self.disagreement(
-                    f"argument '{name}' has shape {x.shape}, want "
-                    f"{self._expected(' '.join(tokens))}"
+                    f"argument '{name}' has shape {x.shape}, want {alternative}"
+                    f"{self._expected(*choices)}"
                 )
             self._bound_by.setdefault(token, f"'{name}'")
         if not self.batched and "B" in dims.split():
@@ -200,7 +231,7 @@ class Args:
     def option(self, name: str, value: Any, ok: bool, expected: str) -> None:
         """Raises ValueError unless `ok`."""
         if not ok:
-            raise ValueError(f"{self.op}: argument '{name}' is {_shown(value)}, want {expected}")
+            raise ValueError(f"{self.op}: argument '{name}' is {shown(value)}, want {expected}")
 
     def shape(self, name: str, x: Any, fits: bool, expected: str, dims: str = "") -> None:
         """Raises ValueError unless the shape of `x` `fits`.
@@ -244,17 +275,18 @@ class Args:
             f"{want}; {heads}did you pass {passed}?"
         )
 
-    def integer(self, name: str, value: Any, low: int, high: int = LARGEST) -> int:
-        """Returns `value` as a static int in low..high."""
+    def integer(self, name: str, value: Any, low: int, high: int = LARGEST, want: str = "") -> int:
+        """Returns `value` as a static int in low..high; a message calls this `want` if given."""
         try:
             if isinstance(value, bool | np.bool_):
                 raise TypeError
             number = operator.index(value)
         except TypeError:
             raise TypeError(
-                f"{self.op}: argument '{name}' is {_typed(value)}, want {_static('an int', value)}"
+                f"{self.op}: argument '{name}' is {_typed(value)}, want "
+                f"{_static(want or 'an int', value)}"
             ) from None
-        self.option(name, number, low <= number <= high, f"int in {low}..{high}")
+        self.option(name, number, low <= number <= high, want or f"int in {low}..{high}")
         return number
 
     def flag(self, name: str, value: Any) -> bool:
@@ -278,7 +310,7 @@ class Args:
         except OverflowError:  # A Python int may be too large.
             number = math.inf
         held = number == 0 or _TINY <= abs(number) <= _HUGE
-        self.option(name, number, held, "a finite float that float32 holds")
+        self.option(name, number, held, "0 or a finite normal float32 number")
         return number
 
     def dtype(self, name: str, value: Any, dtypes: Sequence[Any]) -> Any:
@@ -289,7 +321,7 @@ class Args:
             dtype = jnp.dtype(value)
         except (TypeError, ValueError):
             raise TypeError(
-                f"{self.op}: argument '{name}' is {_shown(value)}, want {_names(dtypes)}"
+                f"{self.op}: argument '{name}' is {shown(value)}, want {_names(dtypes)}"
             ) from None
         known = [jnp.dtype(d) for d in dtypes]
         self.option(name, dtype.name, dtype in known, _names(dtypes))
@@ -331,6 +363,12 @@ class Args:
             return f"; did you mean {name}[{':, ' * (len(shape) - 2)}0]?"
         return ""
 
-    def _expected(self, dims: str) -> str:
-        known = [self.size(d) for d in dims.split() if d in self.sizes]
-        return f"[{', '.join(dims.split())}]" + (f" with {', '.join(known)}" if known else "")
+    def _without_batch(self, tokens: list[str]) -> list[str]:
+        return tokens if self.batched else [d for d in tokens if d != "B"]
+
+    def _expected(self, *choices: list[str]) -> str:
+        """Returns dims and the sizes of their letters that are known, for a message."""
+        letters = dict.fromkeys(d for tokens in choices for d in tokens)
+        known = [self.size(d) for d in letters if d in self.sizes]
+        shapes = " or ".join(f"[{', '.join(tokens)}]" for tokens in choices)
+        return shapes + (f" with {', '.join(known)}" if known else "")

@@ -10,7 +10,7 @@ import numpy as np
 from flax import nnx
 
 from jax_dsa.core import compat
-from jax_dsa.core.checks import FLOATS, INT32, Args
+from jax_dsa.core.checks import FLOATS, INT32, Args, type_of
 from jax_dsa.core.typing import Array, Float, Int
 
 
@@ -27,7 +27,7 @@ def check_type(
     if not isinstance(value, kind):
         kinds = kind if isinstance(kind, tuple) else (kind,)
         want = " or ".join(k.__name__ for k in kinds) + (hint and f", {hint}")
-        raise TypeError(f"{op}: argument '{name}' is {type(value).__name__}, want {want}")
+        raise TypeError(f"{op}: argument '{name}' is {type_of(value)}, want {want}")
 
 
 def hidden_states(

@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
-from jax_dsa.core.checks import FLOATS, INT32, Args
+from jax_dsa.core.checks import FLOATS, INT32, Args, type_of
 from jax_dsa.core.typing import Array, Float, Int
 
 if TYPE_CHECKING:
@@ -76,13 +76,13 @@ def indexer_loss(layers: Sequence[AttentionAux | CompressedAux | GroupedAux]) ->
     """
     if not isinstance(layers, list | tuple) or hasattr(layers, "kl"):
         raise TypeError(
-            f"indexer_loss: argument 'layers' is {type(layers).__name__}, want a list with the aux "
+            f"indexer_loss: argument 'layers' is {type_of(layers)}, want a list with the aux "
             f"of each layer, such as [aux]"
         )
     for i, aux in enumerate(layers):
         if not hasattr(aux, "kl"):
             raise TypeError(
-                f"indexer_loss: argument 'layers[{i}]' is {type(aux).__name__}, want the aux of a "
+                f"indexer_loss: argument 'layers[{i}]' is {type_of(aux)}, want the aux of a "
                 f"layer, which is the second result in `y, aux = layer(x)`"
             )
     losses = [aux.kl for aux in layers if aux.kl is not None]

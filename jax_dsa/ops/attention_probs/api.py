@@ -87,11 +87,9 @@ def attention_probs(
             segment_ids,
         )
     else:
-        args.option("segment_ids", type(segment_ids).__name__, segment_ids is None, _NONE_IF_PACKED)
+        args.option("segment_ids", segment_ids, segment_ids is None, _NONE_IF_PACKED)
         lengths = key_value_seq_lengths
-        args.option(
-            "key_value_seq_lengths", type(lengths).__name__, lengths is None, _NONE_IF_PACKED
-        )
+        args.option("key_value_seq_lengths", lengths, lengths is None, _NONE_IF_PACKED)
         visible = Visible.from_packed(
             args, cu_seqlens_q, cu_seqlens_k, is_causal, causal_alignment, local_window_size
         )

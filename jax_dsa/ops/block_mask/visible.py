@@ -78,8 +78,9 @@ def packed_bounds(
     """Returns the checked arguments of these names."""
     cu_q = args.array("cu_seqlens_q", cu_seqlens_q, "R+1", INT32)
     cu_k = args.array("cu_seqlens_k", cu_seqlens_k, "R+1", INT32)
-    fits = isinstance(cu_q.size, int) and cu_q.size > 1
-    args.shape("cu_seqlens_q", cu_q, fits, "[R+1] with a number R >= 1, no symbol")
+    want = "[R+1] with a number R, no symbol: export once for each size"
+    args.shape("cu_seqlens_q", cu_q, isinstance(cu_q.size, int), want)
+    args.shape("cu_seqlens_q", cu_q, cu_q.size > 1, "[R+1] with R >= 1 sequences")
     return cu_q, cu_k
 
 

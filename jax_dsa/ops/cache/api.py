@@ -40,7 +40,7 @@ from jax_dsa.ops.cache.lengths import checked_copy, extended, in_dtype_of
 from jax_dsa.ops.cache.records import RECORDS, checks_of, packed, packed_for_page
 from jax_dsa.ops.quantize_fp8.spec import INPUTS
 
-__all__ = ["FlatCache", "PagedCache", "checked_pages", "stored_dims"]
+__all__ = ["FlatCache", "PagedCache", "are_records", "checked_pages", "stored_dims"]
 
 STORED = (*FLOATS, FP8, jnp.uint8)
 
@@ -387,10 +387,14 @@ class PagedCache(_Cache):
         return dataclasses.replace(self, pages=pages, **changes)
 
 
+def are_records(rows: Any) -> bool:
+    """Returns whether the unchecked rows of a cache are FP8 records."""
+    return getattr(as_array(rows), "dtype", None) == jnp.uint8
+
+
 def stored_dims(dims: str, rows: Any, mark: str = "") -> str:
     """Returns the dims of stored rows. FP8 records have a number of bytes in place of D."""
-    is_record = getattr(as_array(rows), "dtype", None) == jnp.uint8
-    return dims.replace("D", f"bytes{mark}") if is_record else dims
+    return dims.replace("D", f"bytes{mark}") if are_records(rows) else dims
 
 
 def checked_pages(

@@ -7,10 +7,10 @@ from typing import Any, NamedTuple
 import jax.numpy as jnp
 
 from jax_dsa.core import compat
-from jax_dsa.core.checks import INT32, LARGEST, Args
+from jax_dsa.core.checks import INT32, LARGEST, Args, type_of
 from jax_dsa.core.layout import PAGE_RECORD_BYTES, PAGE_RECORD_DIM, RECORD_BYTES, RECORD_DIM
 from jax_dsa.core.typing import Array, Int
-from jax_dsa.ops.cache.api import FlatCache, PagedCache, checked_pages, stored_dims
+from jax_dsa.ops.cache.api import FlatCache, PagedCache, are_records, checked_pages, stored_dims
 from jax_dsa.ops.cache.records import RECORDS
 
 
@@ -67,6 +67,7 @@ def read_keys(
     dtypes: Any,
     stored: Any = None,
     lengths: Any = None,
+    fp8: str = "",
 ) -> Keys:
     """Returns the checked argument `name`, an array or a cache of keys.
 
@@ -79,18 +80,21 @@ def read_keys(
         dtypes: the dtypes that an array may have.
         stored: the dtypes that a cache may store; `dtypes` by default.
         lengths: the user's argument 'key_value_seq_lengths'. It must be None with a cache.
+        fp8: see `read_cache`.
     """
     if isinstance(keys, FlatCache | PagedCache):
         free = lengths is None
         args.option("key_value_seq_lengths", lengths, free, "None with a cache, which has its own")
-        return read_cache(args, name, keys, cache_dims, stored or dtypes)
+        return read_cache(args, name, keys, cache_dims, stored or dtypes, fp8=fp8)
     rows = args.array(name, keys, f"B S {dims}", dtypes)
     if lengths is not None:
         lengths = args.array("key_value_seq_lengths", lengths, "B", INT32)
     return Keys(rows, lengths, None, None)
 
 
-def read_cache(args: Args, name: str, cache: Any, dims: str, dtypes: Any, mark: str = "") -> Keys:
+def read_cache(
+    args: Args, name: str, cache: Any, dims: str, dtypes: Any, mark: str = "", fp8: str = ""
+) -> Keys:
     """Returns the checked argument `name`, a cache of keys.
 
     The size S becomes the number of tokens that a request may have. A second cache of a call has
@@ -103,11 +107,12 @@ def read_cache(args: Args, name: str, cache: Any, dims: str, dtypes: Any, mark: 
         dims: the dims of one row. The result has no axis G if they begin with 1.
         dtypes: the dtypes that the cache may store.
         mark: the mark of a second cache.
+        fp8: how an operator that takes no FP8 records takes FP8 keys, for a message.
     """
     table, page_size = None, None
-    has_one_head, kind = dims.startswith("1 "), type(cache).__name__
-    hint = f"; {kind}.empty(..., dtype=jnp.{jnp.dtype(dtypes[0]).name}) makes such a cache"
+    has_one_head = dims.startswith("1 ")
     if isinstance(cache, PagedCache):
+        hint = _dtype_hint(args, cache, cache.pages, dtypes, fp8)
         pages = checked_pages(args, f"{name}.pages", cache.pages, dims, dtypes, hint, mark)
         table = args.array(f"{name}.page_table", cache.page_table, f"B R{mark}", INT32)
         rows, page_size = _pool(pages), pages.shape[1]
@@ -116,14 +121,29 @@ def read_cache(args: Args, name: str, cache: Any, dims: str, dtypes: Any, mark: 
         fits = not isinstance(capacity, int) or capacity <= LARGEST
         args.option(f"{name}.page_table", capacity, fits, "room for less than 2**31 rows")
     elif isinstance(cache, FlatCache):
+        hint = _dtype_hint(args, cache, cache.data, dtypes, fp8)
         dims = stored_dims(f"B S{mark} {dims}", cache.data, mark)
         rows = args.array(f"{name}.data", cache.data, dims, dtypes, hint)
     else:
-        raise TypeError(f"{args.op}: argument '{name}' is {kind}, want a FlatCache or a PagedCache")
+        raise TypeError(
+            f"{args.op}: argument '{name}' is {type_of(cache)}, want a FlatCache or a PagedCache"
+        )
     if has_one_head:
         rows = rows[:, :, 0]
     lengths = args.array(f"{name}.lengths", cache.lengths, "B", INT32)
     return Keys(rows, lengths, table, page_size)
+
+
+def _dtype_hint(args: Args, cache: Any, rows: Any, dtypes: Any, fp8: str) -> str:
+    """Returns the end of a message about a wrong dtype of `rows`: how to make a right cache."""
+    takes_records = jnp.uint8 in dtypes
+    if fp8 and are_records(rows) and not takes_records:
+        return f"; {args.op} takes no FP8 records; pass {fp8}"
+    make = f"{type(cache).__name__}.empty"
+    hint = f"; {make}(..., dtype=jnp.{jnp.dtype(dtypes[0]).name}) makes such a cache"
+    if takes_records:
+        hint += f"; uint8 means FP8 records, which {make}(..., fp8=True) makes"
+    return hint
 
 
 def check_record(args: Args, name: str, keys: Keys) -> None:

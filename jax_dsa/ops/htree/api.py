@@ -14,7 +14,7 @@ import jax.numpy as jnp
 
 from jax_dsa.core.arguments import NO_SYMBOL, check_heads, scale_or_default
 from jax_dsa.core.call import Call
-from jax_dsa.core.checks import FLOATS, Args
+from jax_dsa.core.checks import FLOATS, Args, type_of
 from jax_dsa.core.export import exportable
 from jax_dsa.core.ffi import Kernel, either
 from jax_dsa.core.op import Pass, differentiable
@@ -364,9 +364,7 @@ def htree_decode(
     return_lse = args.flag("return_lse", return_lse)
     q = args.array("q", q, "B T N D", FLOATS)
     if not isinstance(cache, HTreeCache):
-        raise TypeError(
-            f"{args.op}: argument 'cache' is {type(cache).__name__}, expected an HTreeCache"
-        )
+        raise TypeError(f"{args.op}: argument 'cache' is {type_of(cache)}, expected an HTreeCache")
     k, v, lengths = cache.checked(args)
     args.typed("cache.k", k, (q.dtype,))
     rotary = check_attention(args, "cache.k", scale, rope_base)

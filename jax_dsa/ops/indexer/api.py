@@ -26,6 +26,9 @@ from jax_dsa.ops.indexer.spec import (
 )
 from jax_dsa.ops.topk.cuda import MAX_SELECTED
 
+# How the operators take FP8 keys, for messages.
+FP8_FORM = "'index_q' and the cache in float8_e4m3fn, with 'index_k_scale'"
+
 _LIMITS = f"J <= {cuda.MAX_HEADS}; C {either(cuda.CHANNELS)}"
 
 LOGITS_FWD = Pass(
@@ -306,7 +309,7 @@ def indexer_topk(
     args = Args("indexer_topk", "index_q", index_q, "B T J C")
     call = args.call(implementation)
     q = args.array("index_q", index_q, "B T J C", (*FLOATS, FP8))
-    keys = read_keys(args, "index_k", index_k, "C", "1 C", (q.dtype,))
+    keys = read_keys(args, "index_k", index_k, "C", "1 C", (q.dtype,), fp8=FP8_FORM)
     inputs = inputs_of(args, q, keys, index_weights, index_k_scale)
     ranges = key_ranges(
         args, starts, ends, is_causal, query_start, segment_ids, keys.lengths, key_stride

@@ -15,7 +15,7 @@ from jax_dsa.core.typing import Array, Float, Implementation, Int
 from jax_dsa.ops.cache.api import FlatCache, PagedCache
 from jax_dsa.ops.cache.keys import read_keys
 from jax_dsa.ops.indexer import blocks, cuda
-from jax_dsa.ops.indexer.api import inputs_of, refuse_pages
+from jax_dsa.ops.indexer.api import FP8_FORM, inputs_of, refuse_pages
 from jax_dsa.ops.indexer.spec import (
     BlockOperands,
     BlockOptions,
@@ -181,8 +181,8 @@ def indexer_block_topk(
         ):
             args.option(name, x, x is None, "None with pooling='mean'")
         paged, want = isinstance(index_k, PagedCache), "an array or a FlatCache with pooling='mean'"
-        args.option("index_k", type(index_k).__name__, not paged, want)
-    keys = read_keys(args, "index_k", index_k, "C", "1 C", (q.dtype,))
+        args.option("index_k", index_k, not paged, want)
+    keys = read_keys(args, "index_k", index_k, "C", "1 C", (q.dtype,), fp8=FP8_FORM)
     inputs = inputs_of(args, q, keys, index_weights, index_k_scale)
     first, ends = key_ranges(
         args, starts, ends, is_causal, query_start, segment_ids, keys.lengths, key_stride

@@ -15,7 +15,7 @@ from jax_dsa.core.arguments import (
     scale_or_default,
     shared_sinks,
 )
-from jax_dsa.core.checks import BOOL, FLOATS, INT32, Args
+from jax_dsa.core.checks import BOOL, FLOATS, INT32, Args, type_of
 from jax_dsa.core.typing import Array, Bool, Float, Implementation, Int
 from jax_dsa.ops.block_mask.spec import BlockMask
 from jax_dsa.ops.masked_attention.spec import Options
@@ -92,8 +92,7 @@ def options_and_masks(
     mask, mask_heads = _per_score(args, "mask", mask, BOOL, q, k)
     if kv_indices is not None:
         kv_indices = args.array("kv_indices", kv_indices, "B G W", INT32)
-        given = type(block_mask).__name__
-        args.option("block_mask", given, block_mask is None, "None beside 'kv_indices'")
+        args.option("block_mask", block_mask, block_mask is None, "None beside 'kv_indices'")
     blocks, tile_heads = _block_mask_operands(args, block_mask, q, k)
     if softcap is not None:
         # Outside of this range, logits / softcap or 1 / softcap overflow float32.
@@ -144,7 +143,7 @@ def _block_mask_operands(
         return dict.fromkeys(("rows", "tiles", "bits")), "x"
     if not isinstance(mask, BlockMask):
         raise TypeError(
-            f"{args.op}: argument 'block_mask' is {type(mask).__name__}, want a BlockMask from "
+            f"{args.op}: argument 'block_mask' is {type_of(mask)}, want a BlockMask from "
             f"make_block_mask"
         )
     (batch, queries, heads, _), (_, keys, groups, _) = q.shape, k.shape

@@ -15,7 +15,7 @@ from jax_dsa.core.arguments import (
     shared_sinks,
     value_dim_or_default,
 )
-from jax_dsa.core.checks import FLOATS, INT32, Args, as_array
+from jax_dsa.core.checks import FLOATS, INT32, LARGEST, Args, as_array, type_of
 from jax_dsa.core.ffi import Kernel, either
 from jax_dsa.core.op import Pass, differentiable
 from jax_dsa.core.softmax import requested
@@ -223,8 +223,7 @@ def mqa_decode(
     normalize = args.flag("normalize", normalize)
     return_lse = args.flag("return_lse", return_lse)
     return_max_logit = args.flag("return_max_logit", return_max_logit)
-    if not normalize and sinks is not None:
-        raise ValueError(f"{args.op}: argument 'sinks' is an array, want None with normalize=False")
+    args.option("sinks", sinks, normalize or sinks is None, "None with normalize=False")
     q = args.array("q", q, "B T N D", FLOATS)
     keys = read_keys(
         args, "k", k, "G D", "G D", (q.dtype,), (q.dtype, jnp.uint8), key_value_seq_lengths
@@ -267,10 +266,7 @@ def mqa_decode(
 
 def _values(args: Args, v: Any, keys: Keys, dtype: Any) -> Array:
     """Returns the checked argument `v`, which has one value per key."""
-    if keys.rows.dtype == jnp.uint8:
-        raise ValueError(
-            f"{args.op}: argument 'v' is an array, want None with FP8 records for keys"
-        )
+    args.option("v", v, keys.rows.dtype != jnp.uint8, "None with FP8 records for keys")
     return keys.alongside(args, "v", v, "G E", (dtype,))
 
 
@@ -280,8 +276,7 @@ def _ranges(args: Args, plan: Any, fp8: bool) -> Array | None:
         return None
     if not isinstance(plan, MqaDecodePlan):
         raise TypeError(
-            f"{args.op}: argument 'plan' is {type(plan).__name__}, want the result of "
-            f"mqa_decode_plan"
+            f"{args.op}: argument 'plan' is {type_of(plan)}, want the result of mqa_decode_plan"
         )
     shape = f"{PLAN_RANGES} {PLAN_FIELDS}"
     ranges = args.array("plan.ranges", plan.ranges, shape, INT32)
@@ -302,20 +297,25 @@ def visible_keys(
 ) -> tuple[Int[Array, "B T"], Int[Array, "B T"]]:
     """Returns the half-open range of keys that each query sees."""
     if starts is not None:
-        each = np.ndim(as_array(starts)) == 1 + args.batched  # type: ignore[arg-type]
-        starts = args.array("starts", starts, "B T" if each else "B", INT32)
-    left = local_window_size
-    array = as_array(left)
-    if array is not None and array.ndim == args.batched:
-        left = args.array("local_window_size", array, "B", INT32)
-    elif left is not None:
-        want = "an int or (left, 0)"
-        pair = left if isinstance(left, tuple | list) else (left, 0)
-        args.option("local_window_size", local_window_size, len(pair) == 2, want)
-        left, right = (args.integer("local_window_size", n, 0) for n in pair)
-        args.option("local_window_size", local_window_size, right == 0, want)
-        left = np.int32(left)
+        starts = args.array("starts", starts, "B or B T", INT32)
+    left = None if local_window_size is None else _window(args, local_window_size)
     return _visible_ranges(lengths, starts, left, args.sizes["T"])
+
+
+def _window(args: Args, given: Any) -> Int[Array, "B"] | np.int32:
+    """Returns how many keys before its own position a query sees, of each request or of all."""
+    name = "local_window_size"
+    static = f"a static int in 0..{LARGEST}, a pair (left, 0) of such ints"
+    array = as_array(given)
+    is_traced = isinstance(array, jax.core.Tracer)
+    if array is not None and (array.ndim > 0 or is_traced or not args.batched):
+        return args.array(name, array, "B", INT32, otherwise=static)
+    pair = given if isinstance(given, tuple | list) else (given, 0)
+    want = f"{static} or an array [B]"
+    args.option(name, given, len(pair) == 2, want)
+    left, right = (args.integer(name, n, 0, want=want) for n in pair)
+    args.option(name, given, right == 0, want)
+    return np.int32(left)
 
 
 @functools.partial(jax.jit, static_argnums=3)

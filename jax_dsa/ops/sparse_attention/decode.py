@@ -6,7 +6,7 @@ import dataclasses
 from typing import Any, Literal, TypedDict, Unpack, overload
 
 from jax_dsa.core.arguments import check_heads
-from jax_dsa.core.checks import FLOATS, FP8, WIDE_FLOATS, Args
+from jax_dsa.core.checks import FLOATS, FP8, WIDE_FLOATS, Args, type_of
 from jax_dsa.core.ffi import Kernel, either
 from jax_dsa.core.op import Pass, differentiable
 from jax_dsa.core.softmax import requested
@@ -48,6 +48,9 @@ class _Keywords(TypedDict, total=False):
     batch_invariant: bool
     implementation: Implementation | None
 
+
+# How this operator takes FP8 keys and values, for messages.
+_FP8_FORM = "caches in float8_e4m3fn, with 'k_scale' and 'v_scale'"
 
 Cache = FlatCache | PagedCache
 Indices = Int[Array, "B T G K"] | Int[Array, "B T K"]
@@ -184,13 +187,13 @@ def sparse_attention_decode(
     args = Args("sparse_attention_decode", "q", q, "B T N D")
     call = args.call(implementation)
     q = args.array("q", q, "B T N D", FLOATS)
-    keys = read_cache(args, "k_cache", k_cache, "G D", (q.dtype, FP8))
+    keys = read_cache(args, "k_cache", k_cache, "G D", (q.dtype, FP8), fp8=_FP8_FORM)
     if type(v_cache) is not type(k_cache):
         raise TypeError(
-            f"{args.op}: argument 'v_cache' is {type(v_cache).__name__}, want "
+            f"{args.op}: argument 'v_cache' is {type_of(v_cache)}, want "
             f"{type(k_cache).__name__}, like 'k_cache'"
         )
-    values = read_cache(args, "v_cache", v_cache, "G E", (keys.rows.dtype,))
+    values = read_cache(args, "v_cache", v_cache, "G E", (keys.rows.dtype,), fp8=_FP8_FORM)
     check_heads(args, "q", "k_cache")
     options, slots = options_and_slots(
         args,
