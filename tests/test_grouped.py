@@ -266,7 +266,7 @@ WRONG_FIELDS: dict[str, tuple[dict[str, Any], type[Exception], str]] = {
     "top_k": ({"top_k": 0}, ValueError, "'top_k' is 0"),
     "forced": ({"indexer": "mean", "local_blocks": 2}, ValueError, "'local_blocks' is 2, want 1"),
     "sinks": ({"indexer": None, "sink_blocks": 1}, ValueError, "'sink_blocks' is 1, want 0"),
-    "factor": ({"rope_factor": float("nan")}, ValueError, "'rope_factor' is nan, want a finite"),
+    "factor": ({"rope_factor": float("nan")}, ValueError, "'rope_factor' is nan, want 0 or a"),
     "list": ({"rope_frequencies": [1.0, 0.1]}, ValueError, "'rope_frequencies' is .* want a tuple"),
     "local": ({"local_blocks": -1}, ValueError, "'local_blocks' is -1"),
     "gate": ({"gate": 1}, TypeError, "'gate' is 1"),

@@ -328,7 +328,7 @@ def test_misuse_of_pages(rng):
     q, k, weights = inputs(rng, S=8)
     pool, _, table, _ = paged(rng, k, 4)
     cache = PagedCache(pool[:, :, None], table, np.full(2, 8))
-    with pytest.raises(ValueError, match="argument 'index_k' is 'PagedCache', want an array or a"):
+    with pytest.raises(ValueError, match="argument 'index_k' is PagedCache, want an array or a"):
         indexer_block_topk(q, cache, weights, 2, block_size=2, pooling="mean")
     with pytest.raises(NotImplementedError, match="indexer_block_topk: gradients through a page"):
         jax.grad(lambda q: indexer_block_topk(q, cache, weights, 2, block_size=2)[1].sum())(q)

@@ -28,7 +28,7 @@ CAUSAL_ALIGNMENTS = ("top_left", "bottom_right")
 
 def check_heads(args: Args, q: str, kv: str) -> None:
     """Raises unless N query heads are a multiple of G KV heads, and D is not 0."""
-    heads, groups, dim = (args.sizes[x] for x in "NGD")
+    heads, groups, dim = args.sizes["N"], args.sizes["G"], args.sizes["D"]
     numbers = isinstance(heads, int) and isinstance(groups, int)
     args.option(q, f"N={heads} heads and G={groups} groups", numbers, NO_SYMBOL)
     if groups == 0 or heads % groups:

@@ -155,13 +155,17 @@ class Args:
                 shape.
         """
         x = self.typed(name, x, dtypes, hint)
-        choices = [self._without_batch(d.split()) for d in dims.split(" or ")]
-        tokens = next((d for d in choices if len(d) == x.ndim), choices[0])
+        first, *others = dims.split(" or ")
+        tokens = first.split() if self.batched else self._axes(first)
+        for dims in others:
+            if len(axes := self._axes(dims)) == x.ndim:
+                tokens = axes
         alternative = f"{otherwise} or an array " if otherwise else ""
         if x.ndim != len(tokens):
             raise ValueError(
                 f"{self.op}: argument '{name}' has shape {x.shape}, want {alternative}"
-                f"{self._expected(*choices)}{self._group_hint(name, x.shape, tokens)}"
+                f"{self._expected(*map(self._axes, (first, *others)))}"
+                f"{self._group_hint(name, x.shape, tokens)}"
             )
         self._given.append(Given(name, x.shape, tuple(tokens)))
         for token, size in zip(tokens, x.shape, strict=True):
@@ -171,11 +175,11 @@ class Args:
             if size != expected:
                 raise self.disagreement(
                     f"argument '{name}' has shape {x.shape}, want {alternative}"
-                    f"{self._expected(*choices)}"
+                    f"{self._expected(*map(self._axes, (first, *others)))}"
                 )
             self._bound_by.setdefault(token, f"'{name}'")
-        if not self.batched and "B" in dims.split():
-            x = jnp.expand_dims(x, dims.split().index("B"))
+        if not self.batched and "B" in (axes := first.split()):
+            x = jnp.expand_dims(x, axes.index("B"))
         return x
 
     def typed(self, name: str, x: Any, dtypes: Sequence[Any], hint: str = "") -> jax.Array:
@@ -363,8 +367,9 @@ class Args:
             return f"; did you mean {name}[{':, ' * (len(shape) - 2)}0]?"
         return ""
 
-    def _without_batch(self, tokens: list[str]) -> list[str]:
-        return tokens if self.batched else [d for d in tokens if d != "B"]
+    def _axes(self, dims: str) -> list[str]:
+        """Returns the letters of `dims`, without "B" if the call has no batch axis."""
+        return dims.split() if self.batched else [d for d in dims.split() if d != "B"]
 
     def _expected(self, *choices: list[str]) -> str:
         """Returns dims and the sizes of their letters that are known, for a message."""

@@ -183,13 +183,13 @@ def _block_max(x: Float[Array, "R M b"]) -> Float[Array, "R M"]:
     A maximum of floats would flush denormals to zero on some devices.
     """
     lowest = jnp.iinfo(f"int{jnp.finfo(x.dtype).bits}").min
-    keys = jnp.max(_signed_keys(x), axis=2)
+    keys = jnp.max(_signed_keys(x)[0], axis=2)
     raw = jnp.where(keys < 0, lowest - keys, keys)  # the sign, then the magnitude
     return jax.lax.bitcast_convert_type(raw, x.dtype)
 
 
-def _signed_keys(x: Float[Array, "*b"]) -> Int[Array, "*b"]:
-    """Returns signed integers with the order of the values, as wide as these.
+def _signed_keys(x: Float[Array, "*b"]) -> tuple[Int[Array, "*b"], Any]:
+    """Returns signed integers with the order of the values, as wide as these, and that of +inf.
 
     The integers of NaN are the largest. Comparisons of floats would not do, because they flush
     denormals to zero on some devices.
@@ -197,13 +197,9 @@ def _signed_keys(x: Float[Array, "*b"]) -> Int[Array, "*b"]:
     bits = jnp.finfo(x.dtype).bits
     raw = jax.lax.bitcast_convert_type(x, jnp.dtype(f"int{bits}"))
     magnitude = raw & np.array(2 ** (bits - 1) - 1, raw.dtype)
-    is_negative = (raw < 0) & (magnitude <= _infinity(x.dtype))
-    return jnp.where(is_negative, -magnitude, magnitude)  # -0 becomes the key of +0.
-
-
-def _infinity(dtype: Any) -> Any:
-    """Returns the bits of +inf as a signed integer."""
-    return np.array(np.inf, dtype).view(f"int{jnp.finfo(dtype).bits}")
+    infinity = np.array(np.inf, x.dtype).view(raw.dtype)
+    is_negative = (raw < 0) & (magnitude <= infinity)
+    return jnp.where(is_negative, -magnitude, magnitude), infinity  # -0 becomes the key of +0.
 
 
 def _ordered_keys(x: Float[Array, "R S"]) -> tuple[Int[Array, "R S"], int]:
@@ -211,7 +207,7 @@ def _ordered_keys(x: Float[Array, "R S"]) -> tuple[Int[Array, "R S"], int]:
 
     NaN and -inf become the lowest integer.
     """
-    keys, infinity = _signed_keys(x), _infinity(x.dtype)
+    keys, infinity = _signed_keys(x)
     bits = jnp.finfo(x.dtype).bits
     lowest = np.array(-(2 ** (bits - 1)), keys.dtype)
     keys = jnp.where((keys > infinity) | (keys == -infinity), lowest, keys)
