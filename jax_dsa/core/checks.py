@@ -70,7 +70,7 @@ def _typed(x: Any) -> str:
 def _static(kind: str, x: Any) -> str:
     """Returns `kind`, such as "an int", for a message; with the way out if `x` is no number yet.
 
-    There is none if the kind does not name an int, a bool or a float.
+    A kind that names no int, bool or float is returned as it is.
     """
     static = re.sub(r"\ban? (int|bool|float)\b", r"a static \1", kind)
     if static == kind:
@@ -88,6 +88,12 @@ def as_array(x: Any) -> jax.Array | np.ndarray | np.generic | None:
         return None if isinstance(x, np.ma.MaskedArray) else x  # JAX rejects them.
     convert = getattr(x, "__jax_array__", None)
     return None if convert is None else convert()
+
+
+def _without_batch(dims: str) -> str:
+    """Returns dims, or several choices of dims, without the axis B."""
+    choices = (choice.split() for choice in dims.split(" or "))
+    return " or ".join(" ".join(d for d in choice if d != "B") for choice in choices)
 
 
 class Args:
@@ -117,8 +123,8 @@ class Args:
             raise TypeError(f"{op}: argument '{name}' is {type(argument).__name__}, want an array")
         if lead.ndim not in (rank, rank - 1):
             raise ValueError(
-                f"{op}: argument '{name}' has shape {lead.shape}, want "
-                f"{self._expected(dims.split())} (or without the batch axis B)"
+                f"{op}: argument '{name}' has shape {lead.shape}, want {self._expected(dims)} "
+                f"(or without the batch axis B)"
             )
         self.batched = lead.ndim == rank
 
@@ -155,17 +161,17 @@ class Args:
                 shape.
         """
         x = self.typed(name, x, dtypes, hint)
-        first, *others = dims.split(" or ")
-        tokens = first.split() if self.batched else self._axes(first)
-        for dims in others:
-            if len(axes := self._axes(dims)) == x.ndim:
+        own = dims if self.batched else _without_batch(dims)
+        first, *others = own.split(" or ")
+        tokens = first.split()
+        for other in others:
+            if len(axes := other.split()) == x.ndim:
                 tokens = axes
         alternative = f"{otherwise} or an array " if otherwise else ""
         if x.ndim != len(tokens):
             raise ValueError(
                 f"{self.op}: argument '{name}' has shape {x.shape}, want {alternative}"
-                f"{self._expected(*map(self._axes, (first, *others)))}"
-                f"{self._group_hint(name, x.shape, tokens)}"
+                f"{self._expected(own)}{self._group_hint(name, x.shape, tokens)}"
             )
         self._given.append(Given(name, x.shape, tuple(tokens)))
         for token, size in zip(tokens, x.shape, strict=True):
@@ -175,10 +181,10 @@ class Args:
             if size != expected:
                 raise self.disagreement(
                     f"argument '{name}' has shape {x.shape}, want {alternative}"
-                    f"{self._expected(*map(self._axes, (first, *others)))}"
+                    f"{self._expected(own)}"
                 )
             self._bound_by.setdefault(token, f"'{name}'")
-        if not self.batched and "B" in (axes := first.split()):
+        if not self.batched and "B" in (axes := dims.split()):
             x = jnp.expand_dims(x, axes.index("B"))
         return x
 
@@ -367,13 +373,8 @@ class Args:
             return f"; did you mean {name}[{':, ' * (len(shape) - 2)}0]?"
         return ""
 
-    def _axes(self, dims: str) -> list[str]:
-        """Returns the letters of `dims`, without "B" if the call has no batch axis."""
-        return dims.split() if self.batched else [d for d in dims.split() if d != "B"]
-
-    def _expected(self, *choices: list[str]) -> str:
+    def _expected(self, dims: str) -> str:
         """Returns dims and the sizes of their letters that are known, for a message."""
-        letters = dict.fromkeys(d for tokens in choices for d in tokens)
-        known = [self.size(d) for d in letters if d in self.sizes]
-        shapes = " or ".join(f"[{', '.join(tokens)}]" for tokens in choices)
+        known = [self.size(d) for d in dict.fromkeys(dims.split()) if d in self.sizes]
+        shapes = " or ".join(f"[{', '.join(choice.split())}]" for choice in dims.split(" or "))
         return shapes + (f" with {', '.join(known)}" if known else "")

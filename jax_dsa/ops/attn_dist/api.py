@@ -30,7 +30,6 @@ FWD = Pass(
         cuda.attn_dist_fwd,
         cuda.supports,
         limits=f"bfloat16; D {either(cuda.LATENT_DIMS)}",
-        # Not `portable_supports`: the kernel for smaller dims has not run on a GPU yet.
         portable=cuda.supports,
     ),
 )

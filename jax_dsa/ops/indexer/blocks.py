@@ -25,7 +25,8 @@ from jax_dsa.ops.indexer.spec import (
     weights_of_groups,
 )
 from jax_dsa.ops.indexer.xla import indexer_topk_bwd, stream_selection
-from jax_dsa.ops.topk.xla import clipped_block, select_blocks, split_into_blocks, values_at
+from jax_dsa.ops.topk.spec import clipped_block
+from jax_dsa.ops.topk.xla import select_blocks, split_into_blocks, values_at
 
 
 def indexer_block_topk_fwd(options: BlockOptions, x: BlockOperands) -> BlockSelection:

@@ -25,6 +25,7 @@ from jax_dsa.ops.indexer.spec import (
     weights_of_groups,
 )
 from jax_dsa.ops.topk.cuda import selects
+from jax_dsa.ops.topk.spec import clipped_block
 
 # The limits of the kernels. tests/test_ffi.py compares them with those of the extension.
 CHANNELS = (32, 64, 128)
@@ -55,7 +56,7 @@ CANDIDATES_BUDGET = 64 * 2**20
 BLOCKS_BUDGET = 60 * 2**20
 
 
-def logits_fwd_supports(options: Options, x: Operands) -> str | None:
+def logits_fwd_supports(options: Options, x: Operands | Selected) -> str | None:
     """Returns why the kernel of `indexer_logits` does not support a call, or None if it does."""
     if x.q.dtype not in (jnp.bfloat16, FP8):
         return f"it takes bfloat16 or float8_e4m3fn, got {x.q.dtype}"
@@ -81,9 +82,7 @@ def selected_fwd_supports(options: Options, x: Selected) -> str | None:
     """Returns why the kernel does not support the logits of a selection, or None if it does."""
     if x.indices.shape[2] > MAX_KEYS:
         return f"it takes K up to {MAX_KEYS}, got K={x.indices.shape[2]}"
-    if x.q.dtype not in (jnp.bfloat16, FP8):
-        return f"it takes bfloat16 or float8_e4m3fn, got {x.q.dtype}"
-    return _shapes_supported(x.q, x.k)
+    return logits_fwd_supports(options, x)
 
 
 def topk_bwd_supports(options: Options, x: Selected, dy: Selection) -> str | None:
@@ -122,7 +121,7 @@ def block_topk_fwd_supports(options: BlockOptions, x: BlockOperands) -> str | No
         return f"it takes one group of heads, or groups of one head without weights, got {groups}"
     if batch * queries * groups > MAX_LISTS:
         return f"it takes at most {MAX_LISTS} lists, got {batch * queries * groups}"
-    if -(-size // min(block_size, max(1, size))) > MAX_BLOCKS:
+    if -(-size // clipped_block(block_size, size)) > MAX_BLOCKS:
         return f"it takes at most {MAX_BLOCKS} blocks, got {-(-size // block_size)}"
     return _sizes_supported(heads, channels, size)
 
@@ -215,7 +214,7 @@ def _candidates_fwd(options: Options, avals: Selection, x: Operands) -> Selectio
 def _candidate_block(options: Options, keys: int) -> int:
     """Returns the number of keys in a candidate block, at most that of all keys."""
     assert options.candidate_block_size is not None
-    return min(options.candidate_block_size, max(1, keys))
+    return clipped_block(options.candidate_block_size, keys)
 
 
 def indexer_selected_fwd(options: Options, avals: Selection, x: Selected) -> Selection:
@@ -251,7 +250,7 @@ def indexer_block_topk_fwd(
     """
     batch, queries, groups = x.q.shape[:3]
     size = max(1, _keys(options, x))
-    block_size = min(options.blocks.block_size, size)
+    block_size = clipped_block(options.blocks.block_size, size)
     per_head = _selects_per_head(x)
     scores = groups * -(-size // block_size)
     logits = 0 if per_head else size

@@ -7,7 +7,15 @@ import jax.numpy as jnp
 import numpy as np
 
 from jax_dsa.core import ffi
-from jax_dsa.ops.topk.spec import BlockOperands, BlockResults, Blocks, Operands, Options, Results
+from jax_dsa.ops.topk.spec import (
+    BlockOperands,
+    BlockResults,
+    Blocks,
+    Operands,
+    Options,
+    Results,
+    clipped_block,
+)
 
 # The limits of the kernels. tests/test_ffi.py compares them with those of the extension.
 MAX_BLOCKS = 16384
@@ -55,7 +63,7 @@ def topk_fwd(options: Options, avals: Results, x: Operands) -> Results:
 def block_supports(options: Blocks, x: BlockOperands) -> str | None:
     """Returns why the kernels of `block_topk` do not support a call, or None if they do."""
     batch, queries, size = x.logits.shape
-    blocks = -(-size // min(options.block_size, max(1, size)))
+    blocks = -(-size // clipped_block(options.block_size, size))
     if x.logits.dtype != jnp.float32:
         return f"it takes float32, got {x.logits.dtype}"
     if batch * queries > MAX_ROWS:
@@ -70,7 +78,7 @@ def block_supports(options: Blocks, x: BlockOperands) -> str | None:
 def block_topk_fwd(options: Blocks, avals: BlockResults, x: BlockOperands) -> BlockResults:
     """Runs the kernels of `xla.block_topk_fwd`, over as many rows as the workspace holds."""
     batch, queries, size = x.logits.shape
-    block_size = min(options.block_size, max(1, size))
+    block_size = clipped_block(options.block_size, size)
     blocks = max(1, -(-size // block_size))
     rows = max(1, min(batch * queries, SCORES_BUDGET // (8 * blocks)))
     scores = jax.ShapeDtypeStruct((rows, blocks, 2), jnp.float32)

@@ -52,6 +52,11 @@ class Blocks:
         return {"k": self.top_k}
 
 
+def clipped_block(block_size: int, size: int) -> int:
+    """Returns the size of a block, at most that of all keys, so that padding stays small."""
+    return min(block_size, max(1, size)) if isinstance(size, int) else block_size
+
+
 class Operands(NamedTuple):
     """Rows, and the half-open range of candidates of each row."""
 

@@ -25,6 +25,7 @@ from jax_dsa.ops.topk.spec import (
     Options,
     Results,
     Selected,
+    clipped_block,
 )
 
 _WORD = 32
@@ -111,11 +112,6 @@ def in_blocks(
     is_given = jnp.zeros((blocks.shape[0], count + 1), bool).at[row, number].set(True)
     own = (jnp.arange(size, dtype=jnp.int32)[None] - starts[:, None]) // block_size
     return jnp.take_along_axis(is_given, jnp.maximum(own, 0), axis=1, mode="promise_in_bounds")
-
-
-def clipped_block(block_size: int, size: int) -> int:
-    """Returns the size of a block, at most that of all keys, so that padding stays small."""
-    return min(block_size, max(1, size)) if isinstance(size, int) else block_size
 
 
 def select_blocks(
