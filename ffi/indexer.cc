@@ -4,6 +4,7 @@
 
 #include <algorithm>
 
+#include "ffi/block_operands.h"
 #include "ffi/common.h"
 #include "ffi/limits.h"
 
@@ -258,12 +259,9 @@ ffi::Error indexer_block_topk_fwd(cudaStream_t stream, AnyBuffer q, AnyBuffer k,
   const int64_t lists = per_head ? p.heads : 1;
   DSA_FFI_RETURN_IF_ERROR(
       check_range(kOp, "B T G", p.batch * p.queries * lists, 0, limits::kMaxLists));
-  DSA_FFI_RETURN_IF_ERROR(
-      check_range(kOp, "block_size", block_size, 1, std::max<int64_t>(p.keys, 1)));
-  DSA_FFI_RETURN_IF_ERROR(check_range(kOp, "sink_blocks", sink_blocks, 0, INT64_MAX));
-  DSA_FFI_RETURN_IF_ERROR(check_range(kOp, "local_blocks", local_blocks, 0, INT64_MAX));
-  const int64_t blocks = indexer_blocks(p.keys, block_size);
-  DSA_FFI_RETURN_IF_ERROR(check_range(kOp, "the number of blocks", blocks, 0, limits::kMaxBlocks));
+  int64_t blocks;
+  DSA_FFI_RETURN_IF_ERROR(read_blocks(kOp, p.keys, block_size, sink_blocks, local_blocks,
+                                      limits::kMaxBlocks, &params, &blocks));
   if (per_head && paged) {
     if (present(starts)) {
       return invalid_argument(kOp, "'starts' is given, expected none with pages without weights");
@@ -295,9 +293,6 @@ ffi::Error indexer_block_topk_fwd(cudaStream_t stream, AnyBuffer q, AnyBuffer k,
     p.out = logits->typed_data();
   }
   params.scores = reinterpret_cast<BlockScore*>(scores->typed_data());
-  params.block_size = block_size;
-  params.sink_blocks = sink_blocks;
-  params.local_blocks = local_blocks;
   params.indices = indices->typed_data();
   params.values = values->typed_data();
   params.keys = keys->typed_data();

@@ -4,9 +4,9 @@
 
 #include <algorithm>
 
+#include "ffi/block_operands.h"
 #include "ffi/common.h"
 #include "ffi/limits.h"
-#include "indexer/indexer.h"
 
 namespace jax_dsa {
 namespace {
@@ -63,9 +63,6 @@ ffi::Error block_topk_fwd(cudaStream_t stream, F32 logits, AnyBuffer starts, S32
       .scores = reinterpret_cast<BlockScore*>(scores->typed_data()),
       .rows = leading[0] * leading[1],
       .keys = keys,
-      .block_size = block_size,
-      .sink_blocks = sink_blocks,
-      .local_blocks = local_blocks,
       .indices = indices->typed_data(),
       .k = k,
   };
@@ -75,13 +72,9 @@ ffi::Error block_topk_fwd(cudaStream_t stream, F32 logits, AnyBuffer starts, S32
   DSA_FFI_RETURN_IF_ERROR(check_shape(kOp, "indices", indices->dimensions(), leading, {k}));
   DSA_FFI_RETURN_IF_ERROR(check_range(kOp, "S", keys, 0, limits::topk::kMaxSize));
   DSA_FFI_RETURN_IF_ERROR(check_range(kOp, "B * T", params.rows, 0, limits::topk::kMaxRows));
-  DSA_FFI_RETURN_IF_ERROR(
-      check_range(kOp, "block_size", block_size, 1, std::max<int64_t>(keys, 1)));
-  DSA_FFI_RETURN_IF_ERROR(check_range(kOp, "sink_blocks", sink_blocks, 0, INT64_MAX));
-  DSA_FFI_RETURN_IF_ERROR(check_range(kOp, "local_blocks", local_blocks, 0, INT64_MAX));
-  const int64_t blocks = indexer_blocks(keys, block_size);
-  DSA_FFI_RETURN_IF_ERROR(
-      check_range(kOp, "the number of blocks", blocks, 0, limits::topk::kMaxBlocks));
+  int64_t blocks;
+  DSA_FFI_RETURN_IF_ERROR(read_blocks(kOp, keys, block_size, sink_blocks, local_blocks,
+                                      limits::topk::kMaxBlocks, &params, &blocks));
   const int64_t row_scores = std::max<int64_t>(blocks, 1);
   DSA_FFI_RETURN_IF_ERROR(check_workspace(kOp, "scores", scores->size_bytes(), 8 * row_scores));
   params.capacity = static_cast<int64_t>(scores->element_count()) / (2 * row_scores);
