@@ -339,7 +339,7 @@ def test_misuse_of_pages(rng):
     ):
         block_topk(np.zeros(3), 2, block_size=2)
     with pytest.raises(NotImplementedError, match=r"^block_topk: .*cuda"):
-        block_topk(np.zeros((1, 3, 4)), 2, block_size=2, implementation="cuda")
+        block_topk(np.zeros((1, 3, 4), np.float16), 2, block_size=2, implementation="cuda")
 
 
 def test_exported_names():
