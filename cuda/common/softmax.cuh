@@ -26,6 +26,21 @@ __device__ __forceinline__ float log_of_sum(float total) {
 // into zeros. A factor of 0 does not: a sink of +inf leaves a NaN.
 inline constexpr float kUndefined = -INFINITY;
 
+// What sums of probabilities start at. The first key tile makes it +0 or a positive number, even if
+// all of its keys have a probability of 0. So a sum of -0 says that there was no key tile, and that
+// the accumulator is undefined.
+inline constexpr float kNoSum = -0.f;
+__device__ __forceinline__ bool is_no_sum(float sum) {
+  return __float_as_uint(sum) == __float_as_uint(kNoSum);
+}
+
+// Returns the factor of a row's outputs. The denominator is `sum` and what a sink adds to it. If
+// all scores are -inf, the output is 0, or NaN if it has an infinite value.
+__device__ __forceinline__ float output_factor(float sum, float denominator) {
+  if (is_no_sum(sum)) return kUndefined;
+  return sum == 0.f ? 1.f : 1.f / denominator;
+}
+
 // Returns x * factor, or 0 if the factor is kUndefined.
 __device__ __forceinline__ float scale_output(float x, float factor) {
   return factor == kUndefined ? 0.f : x * factor;

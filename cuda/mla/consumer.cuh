@@ -64,7 +64,7 @@ __device__ void consume(const Work& work, Shared<kD, Notes>& shared) {
   uint32_t probabilities[4][4];
   float factor[2];
   uint64_t valid = 0;  // valid keys of the tile whose scores are in `s`
-  Rows rows = {{-INFINITY, -INFINITY}, {0.f, 0.f}, {0.f, 0.f}};
+  Rows rows = {{-INFINITY, -INFINITY}, {kNoSum, kNoSum}, {kNoSum, kNoSum}};
   uint32_t q_parity = 0, key_parity = 0, peer_parity = 0;
   int previous = -1;  // the work tile whose results are in `o` and `rows`
   const uint32_t offsets = Notes::kRecords ? Records::unpack_offsets() : 0;
@@ -187,7 +187,7 @@ __device__ void consume(const Work& work, Shared<kD, Notes>& shared) {
   const auto write_previous = [&] {
     if (previous < 0) return;
     write_results<kSide>(work, previous, o, rows, smem_address(shared.staging[kSide * 4 + warp]));
-    rows = {{-INFINITY, -INFINITY}, {0.f, 0.f}, {0.f, 0.f}};
+    rows = {{-INFINITY, -INFINITY}, {kNoSum, kNoSum}, {kNoSum, kNoSum}};
     previous = -1;
   };
 

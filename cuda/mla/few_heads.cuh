@@ -79,7 +79,7 @@ template <int kN>
 struct HeadColumns {
   static constexpr int kHeadsPerThread = kN / 4;
   float running_max[kHeadsPerThread];  // -inf before the first valid score
-  float sum[kHeadsPerThread];          // of this thread's probabilities
+  float sum[kHeadsPerThread];          // of this thread's probabilities; starts at kNoSum
 
   // local_head returns to which of the thread's heads an accumulator element belongs; head returns
   // that head's index in the work tile.
@@ -239,7 +239,8 @@ __device__ void consume_few(const Work& work, FewShared<Tr, Notes>& shared) {
     const int tiles = shared.notes.tiles;
     if (tiles == 0) arrive(&shared.q_free);
 #pragma unroll
-    for (int i = 0; i < kThreadHeads; ++i) columns.running_max[i] = -INFINITY, columns.sum[i] = 0.f;
+    for (int i = 0; i < kThreadHeads; ++i)
+      columns.running_max[i] = -INFINITY, columns.sum[i] = kNoSum;
 
     for (int tile = 0; tile < tiles; ++tile, ++tile_count) {
       const uint32_t valid_stage = tile_count % Tr::kValidStages;

@@ -194,7 +194,7 @@ __device__ __forceinline__ float over_row(float x, F f) {
 // Softmax state of a row.
 struct PortableRow {
   float running_max = -INFINITY;  // -inf before the first valid score
-  float sum = 0.f;                // of this lane's probabilities, relative to the running maximum
+  float sum = kNoSum;             // of this lane's probabilities, relative to the running maximum
 
   // Replaces scores by probabilities relative to the running maximum, which follows the scores if
   // they exceed it by more than `margin`. Returns the factor for what is relative to the old one.

@@ -13,7 +13,8 @@ namespace jax_dsa::mla {
 // Softmax state of two rows of a warpgroup's accumulator: a thread holds rows r and r + 8.
 struct Rows {
   float running_max[2];  // -inf before the first valid score
-  float sum[2];          // of this thread's probabilities, relative to the running maximum
+  float sum[2];          // of this thread's probabilities, relative to the running maximum; it and
+                         // the next start at kNoSum
   float peer_sum[2];     // the sum of the same thread of the peer warpgroup, known near the end
 
   // Adopts new running maxima. Returns the factors for everything that is relative to the old ones.
@@ -26,7 +27,7 @@ struct Rows {
       running_max[r] = next[r];
     }
   }
-  // Returns row r's sum over all keys, near the end; 0 if no key was valid.
+  // Returns row r's sum over all keys, near the end; kNoSum if there was no key tile.
   __device__ float total(int r) const {
     float x = sum[r] + peer_sum[r];
     x += __shfl_xor_sync(~0u, x, 1);

@@ -55,7 +55,7 @@ __global__ void __launch_bounds__(kCombineThreads)
     for (int i = 0; i < 2; ++i) {
       const int split = lane + i * 32;
       found[i] = r < rows && split < p.splits ? partial_rows(p, work_index, split)[strip * 16 + r]
-                                              : make_float2(-INFINITY, 0.f);
+                                              : make_float2(-INFINITY, kNoSum);
     }
     const float max = max_over_lanes(fmaxf(found[0].x, found[1].x));
 #pragma unroll
@@ -67,10 +67,10 @@ __global__ void __launch_bounds__(kCombineThreads)
     }
 #pragma unroll
     for (int i = 0; i < 2; ++i) {
-      // The output of a split without a key is undefined.
+      // The output of a split without a key tile is undefined.
       if (lane + i * 32 < p.splits) {
         shared.weight[lane + i * 32][r] =
-            found[i].y == 0.f ? kUndefined : weight[i] * combined.factor;
+            is_no_sum(found[i].y) ? kUndefined : weight[i] * combined.factor;
       }
     }
     if (column_block == 0 && lane == 0 && r < rows) {

@@ -8,7 +8,7 @@
 // memory and barriers. Two things differ. Keys may come from two caches, through page tables, and
 // as FP8 records; the records are unpacked to bf16 in shared memory (decode_producer.cuh). Results
 // go to `out` if there is one split, and otherwise as float32 to `partial`. A split without a valid
-// slot writes only its maximum of -inf and its sum of 0 there.
+// slot writes only its maximum of -inf and its sum, kNoSum, there.
 #pragma once
 
 #include "common/limits.h"
@@ -41,7 +41,7 @@ __device__ __forceinline__ void write_results(const SplitDecode& p, int work_ind
 #pragma unroll
   for (int r = 0; r < 2; ++r) {
     const float total = rows.total(r);
-    factor[r] = total == 0.f ? kUndefined : 1.f / total;
+    factor[r] = output_factor(total, total);
     if (kSide == 0 && lane % 4 == 0) {
       partial_rows(p, split.work_tile, split.index)[warp * 16 + r * 8 + lane / 4] =
           make_float2(rows.running_max[r], total);

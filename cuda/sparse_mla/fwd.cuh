@@ -52,7 +52,7 @@ __device__ __forceinline__ void write_results(const SparseMlaFwdParams& p, int w
         p.log_sum[head + r * 8] = log_of_sum(total);
       }
     }
-    factor[r] = empty ? kUndefined : 1.f / denominator;
+    factor[r] = output_factor(total, denominator);
   }
   auto* out = static_cast<__nv_bfloat16*>(p.out) + head * kMlaValueDim + kSide * 256;
   mla::store_rows<kMlaValueDim>(o, factor, staging, out, rows_left);

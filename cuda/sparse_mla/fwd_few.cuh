@@ -62,7 +62,7 @@ __device__ void write_few_results(const SparseMlaFwdParams& p, int work_index, i
         p.log_sum[first + head] = log_of_sum(total);
       }
     }
-    factor[i] = empty ? kUndefined : 1.f / denominator;
+    factor[i] = output_factor(total, denominator);
   }
 
   // Outputs are staged in the warp's own bytes of the probabilities. Lanes 0..15 read the first 8

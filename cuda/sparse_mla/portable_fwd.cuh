@@ -160,7 +160,7 @@ __device__ __forceinline__ void write_portable_results(const Decode& p,
       p.max_logit[first + own] = row.running_max;
       p.log_sum[first + own] = log_of_sum(total);
     }
-    shared.factor[group][own] = total == 0.f ? kUndefined : 1.f / denominator;
+    shared.factor[group][own] = output_factor(total, denominator);
   }
   mla::sync_group();
   const uint32_t staging = smem_address(shared.q) + group * (Tr::kRows * 128);

@@ -154,6 +154,10 @@ inline const Case kForwardCases[] = {
      0, true},
     {"40 heads, an infinity", 1, 3, 90, 40, 1, 512, 130, false, false, false, 1, 1.f, false, 0, 0,
      0, true},
+    {"16 heads, infinite key alone", 1, 2, 9, 16, 1, 576, 1, false, false, false, 1, 1.f, false, 0,
+     0, 0, true},
+    {"40 heads, infinite key alone", 1, 2, 9, 40, 1, 576, 1, false, false, false, 1, 1.f, false, 0,
+     0, 0, true},
 };
 
 }  // namespace jax_dsa

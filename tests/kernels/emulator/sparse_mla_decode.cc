@@ -45,7 +45,8 @@ int main(int argc, char** argv) {
   const auto cases = emulator::cases(
       argc, argv, kCases,
       {"whole", "adversarial", "D 512, groups, sharp", "pages", "records", "records in pages",
-       "an infinity", "an infinity, 3 splits", "two caches", "two caches of page records"},
+       "an infinity", "an infinity, 3 splits", "infinite key alone",
+       "infinite key alone in a split", "two caches", "two caches of page records"},
       [](const DecodeCase& c) { return c.c.name; });
   for (const DecodeCase& c : cases) {
     for (const auto& options : emulator::schedules(argc, argv, &c - kCases))

@@ -213,7 +213,7 @@ inline Step make_step(const DecodeCase& x, uint64_t seed) {
   step.sources.emplace_back(step.problem, x.layout, seed);
   if (x.extra_slots > 0) {
     Case c = x.c;
-    c.keys = x.extra_keys, c.slots = x.extra_slots;
+    c.keys = x.extra_keys, c.slots = x.extra_slots, c.infinite = false;
     Problem other = make(c, seed + 1);
     step.sources.emplace_back(other, x.extra, seed + 1);
     step.problem = join(step.problem, other);

@@ -181,16 +181,15 @@ inline Row attend(const Problem& p, int64_t token, int head) {
     row.score[k] = c.huge != 0 ? double(float(sum) * p.scale) : sum * p.scale;
     top = std::max(top, row.score[k]);
   }
-  if (top == -INFINITY) return row;
-  for (double s : row.score) total += std::exp(s - top);
-  row.max_logit = top, row.log_sum = std::log(total);
-  if (c.sinks) {
+  for (double s : row.score) total += top == -INFINITY ? 0 : std::exp(s - top);
+  row.max_logit = top, row.log_sum = total == 0 ? 0 : std::log(total);
+  if (c.sinks && total > 0) {
     const double sink = p.sinks[(c.sinks == 2 ? token / c.queries * c.heads : 0) + head];
     row.gate = 1 / (1 + std::exp(sink - top - row.log_sum));
   }
   for (int k = 0; k < c.slots; ++k) {
     if (!p.counts(token, group, k)) continue;
-    const double weight = row.gate * std::exp(row.score[k] - top - row.log_sum);
+    const double weight = total == 0 ? 0 : row.gate * std::exp(row.score[k] - top - row.log_sum);
     for (int d = 0; d < 512; ++d) {
       row.out[d] += weight * __bfloat162float(p.key(token, group, k)[d]);
     }
