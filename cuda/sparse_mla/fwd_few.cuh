@@ -58,7 +58,8 @@ __device__ void write_few_results(const SparseMlaFwdParams& p, int work_index, i
         denominator += sink_weight(sink, columns.running_max[i]);
       }
       if (threadIdx.x < 4) {
-        p.max_logit[first + head] = columns.running_max[i];
+        p.max_logit[first + head] =
+            isnan(total) ? total : columns.running_max[i];  // fmaxf drops NaN
         p.log_sum[first + head] = log_of_sum(total);
       }
     }

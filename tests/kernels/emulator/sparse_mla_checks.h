@@ -49,12 +49,14 @@ inline void forward(const Case& c, const emulator::Options& options, ForwardLaun
   emulator::machine.options = options;
   emulator::require(launch(p, nullptr));
   Error lse_error, out_error;
+  bool maxima = true;
   for (int64_t r = 0; r < rows; ++r) {
     const Row want = attend(x, r / c.heads, r % c.heads);
+    maxima &= is_nan_of(want, max_logit[r]);
     lse_error.add(log_sum[r], log_sum_for(want, max_logit[r]));
     for (int d = 0; d < 512; ++d) out_error.add(__bfloat162float(out[r * 512 + d]), want.out[d]);
   }
-  report(far ? "far" : "fwd", c, options, lse_error.good(1e-4) && out_error.good(6e-3),
+  report(far ? "far" : "fwd", c, options, maxima && lse_error.good(1e-4) && out_error.good(6e-3),
          {lse_error, out_error});
 }
 
@@ -158,6 +160,10 @@ inline const Case kForwardCases[] = {
      0, 0, true},
     {"40 heads, infinite key alone", 1, 2, 9, 40, 1, 576, 1, false, false, false, 1, 1.f, false, 0,
      0, 0, true},
+    {"16 heads, a NaN query", 1, 2, 90, 16, 1, 576, 130, false, false, false, 1, 1.f, false, 0, 0,
+     0, false, true},
+    {"40 heads, a NaN query", 1, 2, 90, 40, 1, 512, 130, false, false, false, 1, 1.f, false, 0, 0,
+     0, false, true},
 };
 
 }  // namespace jax_dsa

@@ -13,7 +13,7 @@ int main(int argc, char** argv) {
       argc, argv, kCases,
       {"whole", "adversarial", "D 512, groups, sharp", "pages", "records", "records in pages",
        "an infinity", "an infinity, 3 splits", "infinite key alone",
-       "infinite key alone in a split", "two caches", "two caches of page records"},
+       "infinite key alone in a split", "a NaN query", "two caches", "two caches of page records"},
       name_of);
   emulator::on_gpus(argc, argv, cases, emulator::kPortableGpus, [&](const DecodeCase& c) {
     for (const auto& options : emulator::schedules(argc, argv, &c - kCases)) {

@@ -28,6 +28,7 @@ struct Case {
   float common_keys = 0;  // fraction of sorted keys that the previous query selects too
   float huge = 0;  // the score of all keys of every second batch entry, and of every third key
   bool infinite = false;  // the first selected key has an infinite value; all its scores are -inf
+  bool poisoned = false;  // the first query has a NaN in its first head
 };
 
 struct Problem {
@@ -114,6 +115,7 @@ inline Problem make(const Case& c, uint64_t seed) {
     for (size_t i = kColumn; i < p.q.size(); i += c.dim) p.q[i] = __float2bfloat16(-1.f);
     p.kv[p.key_row(0, 0, 0) * c.dim + kColumn] = __float2bfloat16(INFINITY);
   }
+  if (c.poisoned) p.q[0] = __float2bfloat16(NAN);
   // Keys that no slot selects become NaN.
   std::vector<bool> used(int64_t{c.batch} * c.keys * c.groups);
   for (int64_t t = 0; t < tokens; ++t) {
@@ -179,7 +181,7 @@ inline Row attend(const Problem& p, int64_t token, int head) {
       sum += double(__bfloat162float(q[d])) * __bfloat162float(p.key(token, group, k)[d]);
     }
     row.score[k] = c.huge != 0 ? double(float(sum) * p.scale) : sum * p.scale;
-    top = std::max(top, row.score[k]);
+    top = std::isnan(row.score[k]) ? NAN : std::max(top, row.score[k]);
   }
   for (double s : row.score) total += top == -INFINITY ? 0 : std::exp(s - top);
   row.max_logit = top, row.log_sum = total == 0 ? 0 : std::log(total);
@@ -212,6 +214,11 @@ struct Error {
 // Returns the log_sum that belongs to another maximum than the largest score.
 inline double log_sum_for(const Row& row, double max_logit) {
   return row.log_sum + (row.max_logit == max_logit ? 0 : row.max_logit - max_logit);
+}
+
+// Returns whether a maximum is NaN where the largest score is.
+inline bool is_nan_of(const Row& row, float max_logit) {
+  return std::isnan(max_logit) == std::isnan(row.max_logit);
 }
 
 // Gradients of the results, and the expected gradients of the inputs.
