@@ -18,6 +18,7 @@ cudaError_t launch_channels<IndexerDType::kE4M3>(const IndexerFwdParams&, bool, 
 #include "losses_dense_checks.h"
 
 cudaError_t jax_dsa::launch_indexer_fwd(const IndexerFwdParams& p, cudaStream_t stream) {
+  if (p.batch == 0 || p.queries == 0 || p.keys == 0) return cudaSuccess;  // as in tiers.cc
   return hopper::launch_indexer_fwd(p, stream);
 }
 cudaError_t jax_dsa::launch_teacher(const TeacherParams& p, cudaStream_t stream) {
