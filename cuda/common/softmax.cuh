@@ -26,9 +26,15 @@ __device__ __forceinline__ float log_of_sum(float total) {
 // into zeros. A factor of 0 does not: a sink of +inf leaves a NaN.
 inline constexpr float kUndefined = -INFINITY;
 
-// What sums of probabilities start at. The first key tile makes it +0 or a positive number, even if
-// all of its keys have a probability of 0. So a sum of -0 says that there was no key tile, and that
-// the accumulator is undefined.
+// Returns a row's largest score, which is NaN if one of its scores is. fmaxf drops NaN, but the sum
+// of the row's probabilities, `total`, keeps it.
+__device__ __forceinline__ float max_with_nan(float max, float total) {
+  return isnan(total) ? total : max;
+}
+
+// Sums of probabilities start at -0. The first key tile turns -0 into +0 or a positive number, even
+// if all of its keys have a probability of 0. A sum of -0 therefore means that there was no key
+// tile and that the accumulator is undefined.
 inline constexpr float kNoSum = -0.f;
 __device__ __forceinline__ bool is_no_sum(float sum) {
   return __float_as_uint(sum) == __float_as_uint(kNoSum);

@@ -101,7 +101,7 @@ __device__ __forceinline__ void combine_cluster_splits(const Params& p, Shared& 
     for (float& column_sum : y.x) column_sum *= combined.factor;
     if (has) store(place.row * kE + column, y.x);
     if (column == 0) {
-      p.max_logit[place.row] = isnan(total) ? total : max;  // fmaxf drops NaN
+      p.max_logit[place.row] = max_with_nan(max, total);
       p.log_sum[place.row] = log_of_sum(total);
     }
   }

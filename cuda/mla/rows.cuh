@@ -10,11 +10,11 @@
 
 namespace jax_dsa::mla {
 
-// Softmax state of two rows of a warpgroup's accumulator: a thread holds rows r and r + 8.
+// Softmax state of two rows of a warpgroup's accumulator: a thread holds rows r and r + 8. Both
+// sums start at kNoSum.
 struct Rows {
   float running_max[2];  // -inf before the first valid score
-  float sum[2];          // of this thread's probabilities, relative to the running maximum; it and
-                         // the next start at kNoSum
+  float sum[2];          // of this thread's probabilities, relative to the running maximum
   float peer_sum[2];     // the sum of the same thread of the peer warpgroup, known near the end
 
   // Adopts new running maxima. Returns the factors for everything that is relative to the old ones.
@@ -27,7 +27,8 @@ struct Rows {
       running_max[r] = next[r];
     }
   }
-  // Returns row r's sum over all keys, near the end; kNoSum if there was no key tile.
+  // Returns row r's sum over all keys, or kNoSum if there was no key tile. `peer_sum` must be
+  // known.
   __device__ float total(int r) const {
     float x = sum[r] + peer_sum[r];
     x += __shfl_xor_sync(~0u, x, 1);

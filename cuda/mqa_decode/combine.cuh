@@ -185,7 +185,7 @@ struct CombineLines {
                                : line * 128 - (first_row + row_of_line) * p.value_dim;
       if (has && column <= 0) {
         const int row_index = p.row_index(batch, group, group_row);
-        p.max_logit[row_index] = isnan(total) ? total : max;
+        p.max_logit[row_index] = max_with_nan(max, total);
         p.log_sum[row_index] = log_of_sum(total);
       }
     }

@@ -229,7 +229,7 @@ __device__ __forceinline__ float finish_row(const Decode& p, const KvSplit& spli
     factor = 1.f / (total + sink_weight(sink, running_max));
   }
   if (store) {
-    p.max_logit[row_index] = isnan(total) ? total : running_max;  // fmaxf drops NaN
+    p.max_logit[row_index] = max_with_nan(running_max, total);
     p.log_sum[row_index] = log_of_sum(total);
   }
   return factor;

@@ -203,7 +203,7 @@ __global__ void __launch_bounds__(Tr::kThreads, Tr::kCtas)
     }
     shared.factor[0][row] = combined.factor;
     if (row < rows) {
-      p.max_logit[row_index(row)] = isnan(total) ? total : state.running_max;  // fmaxf drops NaN
+      p.max_logit[row_index(row)] = max_with_nan(state.running_max, total);
       p.log_sum[row_index(row)] = log_of_sum(total);
     }
   }

@@ -74,8 +74,7 @@ __global__ void __launch_bounds__(kCombineThreads)
       }
     }
     if (column_block == 0 && lane == 0 && r < rows) {
-      p.max_logit[head + r] =
-          isnan(combined.total) ? combined.total : combined.max;  // fmaxf drops NaN
+      p.max_logit[head + r] = max_with_nan(combined.max, combined.total);
       p.log_sum[head + r] = log_of_sum(combined.total);
     }
   }

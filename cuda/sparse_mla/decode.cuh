@@ -8,7 +8,7 @@
 // memory and barriers. Two things differ. Keys may come from two caches, through page tables, and
 // as FP8 records; the records are unpacked to bf16 in shared memory (decode_producer.cuh). Results
 // go to `out` if there is one split, and otherwise as float32 to `partial`. A split without a valid
-// slot writes only its maximum of -inf and its sum, kNoSum, there.
+// slot writes only its maximum, -inf, and its sum, kNoSum, there.
 #pragma once
 
 #include "common/limits.h"

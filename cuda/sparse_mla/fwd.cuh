@@ -48,7 +48,7 @@ __device__ __forceinline__ void write_results(const SparseMlaFwdParams& p, int w
         if (!empty) denominator += sink_weight(sink, rows.running_max[r]);
       }
       if (kSide == 0 && lane % 4 == 0) {
-        p.max_logit[head + r * 8] = isnan(total) ? total : rows.running_max[r];  // fmaxf drops NaN
+        p.max_logit[head + r * 8] = max_with_nan(rows.running_max[r], total);
         p.log_sum[head + r * 8] = log_of_sum(total);
       }
     }

@@ -58,8 +58,7 @@ __device__ void write_few_results(const SparseMlaFwdParams& p, int work_index, i
         denominator += sink_weight(sink, columns.running_max[i]);
       }
       if (threadIdx.x < 4) {
-        p.max_logit[first + head] =
-            isnan(total) ? total : columns.running_max[i];  // fmaxf drops NaN
+        p.max_logit[first + head] = max_with_nan(columns.running_max[i], total);
         p.log_sum[first + head] = log_of_sum(total);
       }
     }

@@ -157,7 +157,7 @@ __device__ __forceinline__ void write_portable_results(const Decode& p,
         denominator +=
             sink_weight(p.sinks[int64_t{work.batch} * p.sinks_stride + head], row.running_max);
       }
-      p.max_logit[first + own] = isnan(total) ? total : row.running_max;  // fmaxf drops NaN
+      p.max_logit[first + own] = max_with_nan(row.running_max, total);
       p.log_sum[first + own] = log_of_sum(total);
     }
     shared.factor[group][own] = output_factor(total, denominator);

@@ -52,7 +52,7 @@ inline void forward(const Case& c, const emulator::Options& options, ForwardLaun
   bool maxima = true;
   for (int64_t r = 0; r < rows; ++r) {
     const Row want = attend(x, r / c.heads, r % c.heads);
-    maxima &= is_nan_of(want, max_logit[r]);
+    maxima &= agree_on_nan(want, max_logit[r]);
     lse_error.add(log_sum[r], log_sum_for(want, max_logit[r]));
     for (int d = 0; d < 512; ++d) out_error.add(__bfloat162float(out[r * 512 + d]), want.out[d]);
   }

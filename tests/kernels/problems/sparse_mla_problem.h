@@ -216,8 +216,8 @@ inline double log_sum_for(const Row& row, double max_logit) {
   return row.log_sum + (row.max_logit == max_logit ? 0 : row.max_logit - max_logit);
 }
 
-// Returns whether a maximum is NaN where the largest score is.
-inline bool is_nan_of(const Row& row, float max_logit) {
+// Returns whether `max_logit` is NaN exactly if the largest score of the row is NaN.
+inline bool agree_on_nan(const Row& row, float max_logit) {
   return std::isnan(max_logit) == std::isnan(row.max_logit);
 }
 
