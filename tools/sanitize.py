@@ -194,7 +194,10 @@ EXPLANATIONS = {
                 "sparse_attention/producer.cuh:build_query_bits",
                 "sparse_attention/rows.cuh:mask_rows",
             ),
-            "sparse_attention/producer.cuh:build_key_bits",
+            *(
+                "sparse_attention/producer.cuh:build_key_bits",
+                "sparse_attention/bwd_dq.cuh:consume_dq",
+            ),
         ]
     ): "elected_arrival",
     # Work tiles, which come with Q, and stages.
@@ -222,10 +225,24 @@ EXPLANATIONS = {
     ): "bulk_copy",
     # What the MMA warpgroups need to know of the rows of a step.
     frozenset(
-        ["sparse_attention/bwd_dkv.cuh:consume", "sparse_attention/bwd_producer.cuh:store"]
+        [
+            *("sparse_attention/bwd_dkv.cuh:consume", "sparse_attention/bwd_producer.cuh:store"),
+            *("sparse_attention/bwd_dkv.cuh:of_rows", "sparse_attention/bwd_dkv.cuh:probabilities"),
+        ]
+    ): "elected_arrival",
+    frozenset(
+        [
+            "sparse_attention/decode.cuh:valid_key_rows",
+            "sparse_attention/decode_rows.cuh:produce_fp8_tiles",
+        ]
     ): "elected_arrival",
     # In the backward kernel the readers report back as in over_two_barriers.
-    frozenset(["common/gather.cuh:all", "common/gather.cuh:set"]): "beside_copies",
+    frozenset(
+        [
+            *("common/gather.cuh:all", "common/gather.cuh:set"),
+            "sparse_mla/decode_producer.cuh:produce",
+        ]
+    ): "beside_copies",
     frozenset(
         ["sparse_mla/bwd_dq.cuh:compute_p_ds", "sparse_mla/bwd_dq.cuh:produce_dq"]
     ): "over_two_barriers",

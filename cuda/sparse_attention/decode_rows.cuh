@@ -70,8 +70,8 @@ struct RowFactors {
 template <int kStages>
 struct DecodeNotes {
   static constexpr bool kRecords = false;
+  alignas(16) int list_ends[kDecodeThreads / 32];
   int tiles;  // key tiles of this CTA
-  int list_ends[kDecodeThreads / 32];
   RowFactors factors[kStages > 0 ? kStages : 1];
 };
 
