@@ -12,8 +12,6 @@ import pytest
 from support.compare import assert_as_good_as, assert_matches
 
 from jax_dsa import attn_dist, sparse_mla
-from jax_dsa.ops.attn_dist import cuda, xla
-from jax_dsa.ops.attn_dist.spec import Operands, Options, Results
 
 pytestmark = pytest.mark.gpu
 
@@ -34,7 +32,14 @@ def inputs(
     return jnp.asarray(q, jnp.bfloat16), jnp.asarray(kv, jnp.bfloat16), jnp.asarray(indices)
 
 
-def compare(q: jax.Array, kv: jax.Array, indices: jax.Array, **options: Any) -> None:
+def compare(
+    q: jax.Array,
+    kv: jax.Array,
+    indices: jax.Array,
+    lse: jax.Array | None = None,
+    **options: Any,
+) -> None:
+    """Compares the implementations, by default with the lse of `sparse_mla`."""
     exact = q.astype(jnp.float32), kv.astype(jnp.float32), indices
     shared = {x: y for x, y in options.items() if x != "head_group"}
 
@@ -47,7 +52,7 @@ def compare(q: jax.Array, kv: jax.Array, indices: jax.Array, **options: Any) -> 
     def run(implementation: str, *arrays: jax.Array) -> jax.Array:
         return attn_dist(*arrays, implementation=implementation, **options)
 
-    lse = statistics(*exact)
+    lse = statistics(*exact) if lse is None else lse
     got = run("cuda", q, kv, indices, lse)
     assert_matches(got, run("xla", *exact, lse), tol=2e-5, what="dist")
     again = run("cuda", q, jnp.nan_to_num(kv), indices, lse)
@@ -96,18 +101,17 @@ GROUPED = {
 
 @pytest.mark.parametrize("name", GROUPED)
 def test_dims_of_grouped_heads(name: str, rng: np.random.Generator) -> None:
-    """The operator does not take these dims yet, so the test calls the kernel itself."""
     shape, head_group = GROUPED[name]
     q, kv, indices = inputs(rng, **shape)
     lse = jnp.asarray(rng.standard_normal(q.shape[:3]) + 2, jnp.float32)
-    options = Options(scale=q.shape[3] ** -0.5, head_group=head_group)
-    sums = q.shape[0], q.shape[2] // head_group, q.shape[1], indices.shape[3]
-    avals = Results(jax.ShapeDtypeStruct(sums, jnp.float32))
-    given = Operands(q, kv, indices, lse, ends=None, topk_length=None, sinks=None)
-    got = jax.jit(functools.partial(cuda.attn_dist_fwd, options, avals))(given)
-    exact = given._replace(q=q.astype(jnp.float32), kv=kv.astype(jnp.float32))
-    expected = jax.jit(functools.partial(xla.attn_dist_fwd, options))(exact)
-    assert_matches(got.dist, expected.dist, tol=2e-5)
+    compare(q, kv, indices, lse, head_group=head_group)
+
+
+def test_blocks_of_grouped_heads(rng: np.random.Generator) -> None:
+    q, kv, _ = inputs(rng, t=62, s=777, n=64, g=4, d=128, k=1)
+    blocks = jnp.asarray(rng.integers(-1, 9, (2, 62, 4, 5)), jnp.int32)
+    lse = jnp.asarray(rng.standard_normal(q.shape[:3]) + 2, jnp.float32)
+    compare(q, kv, blocks, lse, head_group=16, block_size=128, is_causal=True, query_start=700)
 
 
 @pytest.mark.parametrize("empty", ["k", "s", "t", "b"])

@@ -29,8 +29,8 @@ FWD = Pass(
     kernel=Kernel(
         cuda.attn_dist_fwd,
         cuda.supports,
-        limits=f"bfloat16; D {either(cuda.LATENT_DIMS)}",
-        portable=cuda.supports,
+        limits=f"bfloat16; D {either(cuda.DIMS)}",
+        portable=cuda.portable_supports,
     ),
 )
 BWD = Pass("attn_dist_bwd", xla.attn_dist_bwd, shardable="b t g h m")
