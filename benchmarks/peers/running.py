@@ -53,7 +53,7 @@ class Call(ExternalCall):
         return self.function(*args)
 
     def tensors(self, case: Case, key: jax.Array) -> tuple:
-        args = case.make(key)
+        args = jax.jit(case.make)(key)
         if case.diff:
             out, lse = jax.jit(functools.partial(case.call, return_lse=True))(*args)
             args = (*args, out, lse, jax.random.normal(key, out.shape, out.dtype))

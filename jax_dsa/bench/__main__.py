@@ -144,31 +144,36 @@ def _implementations(
     return {"cuda": own("cuda"), **others} if others else {}
 
 
-def _prepare(case: Case, fn: Function, key: jax.Array) -> tuple[Function, tuple]:
-    """Returns the function to time, and its arguments."""
+def _prepare(case: Case, fn: Function) -> tuple[Function, Callable[[jax.Array], tuple]]:
+    """Returns the function to time, and a function of a random key that returns its arguments."""
     if isinstance(fn, ExternalCall) and fn.uses_torch:
-        return fn, fn.tensors(case, key)
-    args = case.make(key)
+        return fn, functools.partial(fn.tensors, case)
     if not case.diff:
-        return fn, args
+        return fn, jax.jit(case.make)
 
-    def forward(*differentiated: Any) -> Any:
-        full = list(args)
-        for i, x in zip(case.diff, differentiated, strict=True):
-            full[i] = x
-        return fn(*full)
+    @jax.jit
+    def draw(key: jax.Array) -> tuple:
+        args = case.make(key)
 
-    outs, pullback = jax.vjp(forward, *(args[i] for i in case.diff))
-    cotangents = jax.tree.map(lambda y: jax.random.normal(key, y.shape, y.dtype), outs)
-    return (lambda pull, ct: pull(ct)), (pullback, cotangents)
+        def forward(*differentiated: Any) -> Any:
+            full = list(args)
+            for i, x in zip(case.diff, differentiated, strict=True):
+                full[i] = x
+            return fn(*full)
+
+        outs, pullback = jax.vjp(forward, *(args[i] for i in case.diff))
+        return pullback, jax.tree.map(lambda y: jax.random.normal(key, y.shape, y.dtype), outs)
+
+    return (lambda pull, ct: pull(ct)), draw
 
 
 def _measure(case: Case, fn: Function, seconds: float, rest: float) -> float:
     """Returns the device seconds of one call."""
     keys = jax.random.split(jax.random.key(0), timing.MAX_ROTATION)
-    target, first = _prepare(case, fn, keys[0])
+    target, draw = _prepare(case, fn)
+    first = draw(keys[0])
     count = timing.rotation(timing.tree_bytes(first))
-    sets = [first, *(_prepare(case, fn, key)[1] for key in keys[1:count])]
+    sets = [first, *map(draw, keys[1:count])]
     if isinstance(fn, ExternalCall) and fn.uses_torch:
         return fn.torch_seconds(sets, seconds, rest)
     return timing.device_seconds(target, sets, seconds, rest)
@@ -177,10 +182,10 @@ def _measure(case: Case, fn: Function, seconds: float, rest: float) -> float:
 def _difference(case: Case, fn: ExternalCall) -> float:
     """Returns how much the results of `fn` differ from ours."""
     key = jax.random.key(0)
-    ours, args = _prepare(case, functools.partial(case.call, implementation=None), key)
-    theirs, operands = _prepare(case, fn, key)
+    ours, draw = _prepare(case, functools.partial(case.call, implementation=None))
+    theirs, draw_theirs = _prepare(case, fn)
     theirs = theirs if fn.uses_torch else jax.jit(theirs)
-    return fn.difference(case, jax.jit(ours)(*args), theirs(*operands))
+    return fn.difference(case, jax.jit(ours)(*draw(key)), theirs(*draw_theirs(key)))
 
 
 def main(argv: list[str] | None = None) -> int:
