@@ -208,6 +208,30 @@ def test_deterministic_gradients(rng: np.random.Generator) -> None:
     assert_matches(gradient(True), gradient(False), tol=1e-5)
 
 
+def test_queries_without_a_sum_have_no_gradients(rng: np.random.Generator) -> None:
+    """NaN in a query with lse = -inf, in its keys and cotangents reaches no gradient."""
+    q, kv, indices, lse = inputs(rng)
+    indices = np.where(indices == S - 1, 0, indices)
+    indices[1, 2, :, 0] = S - 1  # of this query alone
+    lse[1, 2] = -np.inf
+    dirty_q, dirty_kv = q.copy(), kv.copy()
+    dirty_q[1, 2] = dirty_kv[1, S - 1] = np.nan
+    cotangents = rng.normal(size=(B, 2 * G, T, K)).astype(np.float32)
+    dirty_cotangents = cotangents.copy()
+    dirty_cotangents[1, :, 2] = np.nan
+
+    def gradients(q: Any, kv: Any, cotangents: Any) -> Any:
+        sinks = np.linspace(-1, 1, N, dtype=np.float32)
+        options = {"head_group": N // (2 * G), "sinks": sinks}
+        dist, pull = jax.vjp(lambda *x: attn_dist(x[0], x[1], indices, x[2], **options), q, kv, lse)
+        assert not np.any(np.asarray(dist)[1, :, 2])
+        return pull(cotangents)
+
+    got = gradients(dirty_q, dirty_kv, dirty_cotangents)
+    assert_matches(got, gradients(q, kv, cotangents), tol=0.0)
+    assert not np.any(np.asarray(got[0])[1, 2]) and not np.any(np.asarray(got[2])[1, 2])
+
+
 def test_invalid_slots_are_zero_where_all_lse_are_nan(rng: np.random.Generator) -> None:
     q, kv, indices, lse = inputs(rng)
     dist = np.asarray(attn_dist(q, kv, indices, np.full_like(lse, np.nan), head_group=3))

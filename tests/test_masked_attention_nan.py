@@ -40,13 +40,13 @@ def test_nan_that_no_query_sees(rng: np.random.Generator) -> None:
 
 
 def test_nan_that_a_query_sees_shows(rng: np.random.Generator) -> None:
-    """NaN in a query shows in its output, lse, probabilities and gradient, and nowhere else."""
+    """NaN in a query shows in all its results and its gradient, and nowhere else."""
     q, k, v = qkv(rng)
     dirty = q.at[0, 2].set(jnp.nan)
-    out, lse = masked_attention(dirty, k, v, return_lse=True)
+    out, lse, peak = masked_attention(dirty, k, v, return_lse=True, return_max_logit=True)
     probs = attention_probs(dirty, k)
     dq = jax.grad(lambda q: masked_attention(q, k, v).sum())(dirty)
-    for y in (out, lse, probs.swapaxes(1, 2), dq):
+    for y in (out, lse, peak, probs.swapaxes(1, 2), dq):
         rows = np.isnan(np.asarray(y)).reshape(B, T, -1)
         assert rows[0, 2].all() and rows.sum() == rows[0, 2].size
 

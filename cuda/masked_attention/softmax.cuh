@@ -116,7 +116,7 @@ __device__ __forceinline__ RowResult row_result(const RowState& rows,
       units.natural(__shfl_sync(~0u, rows.max_score, threadIdx.x % 32 / 2 * 2 + r));
   const float weight = sink ? exp2_approx(exponent(*sink)) : 0.f;
   if (total == 0.f) return {kUndefined, -INFINITY, 0.f};
-  return {reciprocal_approx(total + weight), max_logit,
+  return {reciprocal_approx(total + weight), max_with_nan(max_logit, total),
           (log2_approx(total) - exponent(max_logit)) * kLn2};
 }
 

@@ -21,7 +21,13 @@ import jax.numpy as jnp
 
 from jax_dsa.core import compat
 from jax_dsa.core.rows import gather_rows, query_bytes, scatter_rows, scores, valid_slots
-from jax_dsa.core.softmax import grouped, probabilities, sink_gate, sink_share
+from jax_dsa.core.softmax import (
+    grouped,
+    of_rows_with_keys,
+    probabilities,
+    sink_gate,
+    sink_share,
+)
 from jax_dsa.core.streaming import chunk_length, scan_chunks
 from jax_dsa.core.typing import Array
 from jax_dsa.ops.attn_dist.spec import Gradients, Operands, Options, Results
@@ -102,6 +108,7 @@ def attn_dist_bwd(options: Options, x: Operands, dy: Results) -> Gradients:
         p = p if gate is None else p * gate[..., None]
         summed = _heads_summed(options.head_group, q.shape[3])
         dp = jnp.repeat(ddist, summed, axis=2).reshape(p.shape)
+        q, dp = of_rows_with_keys(pair[0], q, dp)
         ds = jnp.where(valid[:, :, :, None], p * dp, 0)
         dlse = -ds.sum(-1)
         if sinks is not None and gate is not None:
@@ -109,6 +116,7 @@ def attn_dist_bwd(options: Options, x: Operands, dy: Results) -> Gradients:
             dlse *= gate
         ds = (ds * options.scale).astype(q.dtype)
         dq = jnp.einsum("btgmk,btgkd->btgmd", ds, rows, preferred_element_type=acc)
+        (dq,) = of_rows_with_keys(pair[0], dq)
         drows = jnp.einsum("btgmk,btgmd->btgkd", ds, q, preferred_element_type=acc)
         dkv = scatter_rows(dkv, indices, valid, drows, deterministic=options.deterministic)
         flat = (*q.shape[:2], N)

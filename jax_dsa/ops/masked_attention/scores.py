@@ -36,7 +36,7 @@ def scores(options: Options, q: Array, k: Array, bias: Array | None) -> Array:
         x = options.softcap * jnp.tanh(x / options.softcap)
     # A compiler may compute scale * dot - max_logit in one instruction, which does not round the
     # product. Where logits are huge, this is no difference of two logits. A selection prevents it.
-    return jnp.where(x < jnp.inf, x, jnp.inf)
+    return jnp.where(x < jnp.inf, x, jnp.abs(x))
 
 
 def weights(s: Array, max_logit: Array, log_sum: Array | float = 0.0) -> Array:

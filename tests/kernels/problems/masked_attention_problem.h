@@ -31,7 +31,7 @@ struct AttentionCase {
   float masking_bias = 0.f;            // a bias value that masks single keys and whole rows, or 0
   float level = 0.f;                   // q.k of the first half of the keys, or 0 for random keys
   bool sinks = false;
-  bool nan_value = false;  // one value of the first key of the first KV head is NaN
+  bool nan = false;  // the first KV head's first key has a NaN value, and the last one's is NaN
 };
 
 struct AttentionProblem {
@@ -134,7 +134,7 @@ inline AttentionProblem make_attention(const AttentionCase& c, uint64_t seed) {
       }
     }
   }
-  if (c.nan_value) p.v[3] = to_16(c.dtype, NAN);
+  if (c.nan) p.v[3] = p.k[(c.groups - 1) * c.dim] = to_16(c.dtype, NAN);
   if (c.sinks) {
     for (int i = 0; i < c.batch * c.heads; ++i) {
       p.sinks.push_back(i % 4 == 1 ? INFINITY : i % 4 == 2 ? -INFINITY : 3 * normal(random));
@@ -241,7 +241,7 @@ inline ForwardResult solve_forward(const AttentionProblem& x) {
     double max_score = -INFINITY, total = 0;
     for (int s = 0; s < c.keys; ++s) {
       scores[s] = x.visible(b, n, t, s) ? x.score(b, n, t, s) : -INFINITY;
-      max_score = std::max(max_score, scores[s]);
+      max_score = std::isnan(scores[s]) ? NAN : std::max(max_score, scores[s]);
     }
     if (max_score == -INFINITY) continue;
     for (int s = 0; s < c.keys; ++s) {
@@ -590,8 +590,8 @@ inline const AttentionCase kAttentionCases[] = {
      .bias_rows = false},
 };
 
-// Every query sees every key, so that all results of the first KV head's queries have a NaN,
-// whatever their sinks are. For the forward pass only.
+// Every query sees every key, so that all outputs have a NaN, whatever their sinks are, and lse and
+// the largest score too for the last KV head. For the forward pass only.
 inline const AttentionCase kNanBesideSinks = {.name = "a NaN beside sinks",
                                               .batch = 1,
                                               .queries = 70,
@@ -601,6 +601,6 @@ inline const AttentionCase kNanBesideSinks = {.name = "a NaN beside sinks",
                                               .dim = 64,
                                               .value_dim = 64,
                                               .sinks = true,
-                                              .nan_value = true};
+                                              .nan = true};
 
 }  // namespace jax_dsa

@@ -52,7 +52,7 @@ inline double difference(DType dtype, const std::vector<uint16_t>& got,
 inline double row_difference(const std::vector<float>& got, const std::vector<double>& expected) {
   double worst = 0;
   for (size_t i = 0; i < got.size(); ++i) {
-    if (got[i] == expected[i]) continue;
+    if (got[i] == expected[i] || (std::isnan(got[i]) && std::isnan(expected[i]))) continue;
     const double error =
         std::fabs(got[i] - expected[i]) / std::max(1., 1e-3 * std::fabs(expected[i]));
     worst = std::max(worst, std::isnan(error) ? INFINITY : error);
