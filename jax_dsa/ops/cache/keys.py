@@ -143,6 +143,9 @@ def _dtype_hint(args: Args, cache: Any, rows: Any, dtypes: Any, fp8: str) -> str
     hint = f"; {make}(..., dtype=jnp.{jnp.dtype(dtypes[0]).name}) makes such a cache"
     if takes_records:
         hint += f"; uint8 means FP8 records, which {make}(..., fp8=True) makes"
+    e4m3 = getattr(rows, "dtype", None) == jnp.float8_e4m3fn
+    if takes_records and e4m3 and rows.shape[-1:] == (PAGE_RECORD_BYTES,):
+        hint += "; import_page_records takes pages of records in float8_e4m3fn"
     return hint
 
 

@@ -50,10 +50,10 @@ def merge_attention(
     keys any more, whereas l does.
 
     Args:
-        outs: Outputs of each set, stacked along the first axis or as a sequence. Any number of
-            axes; the last one is E. They are normalized if `lses` is given.
-        lses: Log-sum-exp of each set without sinks, float32, the natural logarithm. It has the axes
-            of `outs` without E.
+        outs: Outputs of each set, computed without sinks, stacked along the first axis or as a
+            sequence. Any number of axes; the last one is E. They are normalized if `lses` is given.
+        lses: Log-sum-exp of each set, float32, the natural logarithm. It has the axes of `outs`
+            without E.
         max_logits: The largest score m of each set, float32; -inf for a set without a key. It has
             the axes of `lses`.
         sums: The sum `l = sum_j exp(s_j - m)` of each set, float32. It has the axes of `lses`.
