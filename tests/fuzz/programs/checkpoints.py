@@ -119,7 +119,7 @@ def damaged(
             without,
             {**arrays, scale: np.full(y.shape, r.one(np.nan, np.inf, -np.inf), np.float32)},
             {**arrays, scale: y.astype(np.int64)},
-            {**arrays, scale: np.ones((*y.shape, 2), np.float32)},
+            {**arrays, scale: np.ones((2, 2, 2, *y.shape), np.float32)},
             {**arrays, scale: np.full(y.shape, 3e38, np.float32), weight: largest},
             {**arrays, second: y},
         ]
