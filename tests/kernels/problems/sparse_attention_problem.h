@@ -33,9 +33,9 @@ struct SparseAttentionCase {
   bool topk_length = false;
   bool sinks = false;
   DType dtype = DType::kBF16;
-  float scale = 0.f;       // 0 means dim^-1/2
-  float level = 0.f;       // q.k of the first half of the keys, or 0 for random keys
-  bool nan_value = false;  // one value of the first key of the first KV head is NaN
+  float scale = 0.f;  // 0 means dim^-1/2
+  float level = 0.f;  // q.k of the first half of the keys, or 0 for random keys
+  bool nan = false;   // the first KV head's first key has a NaN value, and the last one's is NaN
 };
 
 // Makes lists of distinct blocks, one after the other.
@@ -225,7 +225,7 @@ inline SparseAttentionProblem make_sparse_attention(const SparseAttentionCase& c
       p.k[key * c.dim + 1] = to_16(c.dtype, s % 3 * 64.f);
     }
   }
-  if (c.nan_value) p.v[3] = to_16(c.dtype, NAN);
+  if (c.nan) p.v[3] = p.k[(c.groups - 1) * c.dim] = to_16(c.dtype, NAN);
   if (c.sinks) {
     for (int i = 0; i < c.batch * c.heads; ++i) {
       p.sinks.push_back(i % 4 == 1 ? INFINITY : i % 4 == 2 ? -INFINITY : 3 * normal(random));
@@ -310,7 +310,9 @@ inline SparseForward solve_forward(const SparseAttentionProblem& x) {
   y.out.resize(x.num_rows() * c.value_dim);
   y.max_logit.resize(x.num_rows(), -INFINITY), y.log_sum.resize(x.num_rows());
   for_each_row(x, values, [&](int64_t row, const auto& keys, const auto& scores) {
-    const double max_score = *std::max_element(scores.begin(), scores.end());
+    const bool nan =
+        std::any_of(scores.begin(), scores.end(), [](double s) { return std::isnan(s); });
+    const double max_score = nan ? NAN : *std::max_element(scores.begin(), scores.end());
     double total = 0;
     double* const out = &y.out[row * c.value_dim];
     for (size_t i = 0; i < keys.size(); ++i) {
@@ -572,8 +574,8 @@ inline const SparseAttentionCase kSparseAttentionCases[] = {
     {"no batch entries", 0, 30, 30, 2, 1, 128, 128, 2, 16},
 };
 
-// Every query sees every key, so that all results of the first KV head's queries have a NaN,
-// whatever their sinks are. For the forward pass only.
+// Every query sees every key, so that all outputs have a NaN, whatever their sinks are, and lse and
+// the largest score too for the last KV head. For the forward pass only.
 inline const SparseAttentionCase kNanBesideSinks = {.name = "a NaN beside sinks",
                                                     .batch = 1,
                                                     .queries = 20,
@@ -585,6 +587,6 @@ inline const SparseAttentionCase kNanBesideSinks = {.name = "a NaN beside sinks"
                                                     .slots = 9,
                                                     .block_size = 16,
                                                     .sinks = true,
-                                                    .nan_value = true};
+                                                    .nan = true};
 
 }  // namespace jax_dsa
