@@ -15,7 +15,32 @@ _FLAGS = [
 ]
 _HOPPER = ["--generate-code=arch=compute_90a,code=[sm_90a]"]
 
-# What CMakeLists.txt compiles with nvcc 13. Kernels with FP8 operands have "fp8" in their paths.
+# What CMakeLists.txt compiles with nvcc 13. Kernels with FP8 operands have "fp8" in their paths. CMakeLists.txt says what
+# ONE_PTX lists.
+ONE_PTX = [
+    "cuda/attn_dist/portable_fwd.cu",
+    "cuda/block_mask/dispatch.cu",
+    "cuda/gated_pool/dispatch.cu",
+    "cuda/gated_pool/mean.cu",
+    "cuda/htree/bwd_lists.cu",
+    "cuda/htree/lists.cu",
+    "cuda/indexer/block_topk.cu",
+    "cuda/indexer/candidates.cu",
+    "cuda/indexer/portable_fwd.cu",
+    "cuda/indexer/topk.cu",
+    "cuda/losses/dense_loss.cu",
+    "cuda/losses/index_grads.cu",
+    "cuda/losses/kl_rows.cu",
+    "cuda/losses/portable_teacher.cu",
+    "cuda/masked_attention/portable_bwd.cu",
+    "cuda/masked_attention/portable_fwd.cu",
+    "cuda/sparse_attention/bwd_lists.cu",
+    "cuda/sparse_attention/lists.cu",
+    "cuda/sparse_attention/portable_bwd.cu",
+    "cuda/sparse_attention/portable_fwd.cu",
+    "cuda/sparse_mla/sum_rows.cu",
+]
+_PORTABLE_ONE_PTX = ["--generate-code=arch=compute_80,code=[compute_80,sm_80,sm_86,sm_89,sm_90,sm_100,sm_120]"]
 _PORTABLE = [
     "--generate-code=arch=compute_80,code=[compute_80,sm_80,sm_86,sm_89]",
     "--generate-code=arch=compute_90,code=[sm_90,sm_100,sm_120]",
@@ -27,12 +52,21 @@ _PORTABLE_FP8 = [
     "--generate-code=arch=compute_120,code=[sm_120]",
 ]
 
+def _code(ctx):
+    """Returns what a translation unit is compiled for."""
+    path = ctx.file.src.path
+    if not ctx.attr.portable:
+        return _HOPPER
+    if "fp8" in path:
+        return _PORTABLE_FP8
+    return _PORTABLE_ONE_PTX if path in ONE_PTX else _PORTABLE
+
 def _cuda_object(ctx):
     out = ctx.actions.declare_file(ctx.label.name + ".pic.o")
     args = ctx.actions.args()
     args.add_all(_FLAGS)
     args.add_all(["--compress-mode=size"] if ctx.attr.portable else [])
-    args.add_all(_HOPPER if not ctx.attr.portable else _PORTABLE_FP8 if "fp8" in ctx.file.src.path else _PORTABLE)
+    args.add_all(_code(ctx))
     args.add("-c", ctx.file.src)
     args.add("-o", out)
     ctx.actions.run(

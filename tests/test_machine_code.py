@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import os
 import re
 import shutil
 import subprocess
@@ -75,6 +76,31 @@ def test_no_portable_kernel_has_an_instruction_of_hopper() -> None:
         pytest.skip("built without PTX")
     assert set(re.findall(r"^\.target (.*)$", ptx, re.M)) == {"sm_80"}
     assert not re.findall(HOPPER_INSTRUCTIONS, ptx)
+
+
+def one_ptx_files() -> list[str]:
+    """Returns the files whose PTX for sm_80 also serves the newer GPUs."""
+    text = (ROOT / "CMakeLists.txt").read_text()
+    found = re.search(r"^set\(one_ptx\n(.*?)^\)", text, re.M | re.S)
+    assert found
+    return found[1].split()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("file", one_ptx_files())
+def test_code_for_new_gpus_is_code_for_old_ones(file: str, tmp_path: Path) -> None:
+    nvcc = shutil.which(os.environ.get("CUDACXX", "nvcc"))
+    if nvcc is None:
+        pytest.skip("no nvcc")
+    options = ["-std=c++20", "-Icuda", "-DJAX_DSA_HOPPER_TIER=1", "-DJAX_DSA_PORTABLE_TIER=1"]
+    options += ["-Xcicc", "-O0", "-ptx", file]  # not optimized, which is much faster
+    texts = []
+    for gpu in ("80", "90"):
+        out = tmp_path / f"{gpu}.ptx"
+        command = [nvcc, *options, f"-arch=compute_{gpu}", "-o", str(out)]
+        subprocess.run(command, cwd=ROOT, check=True)
+        texts.append(out.read_text().replace(f".target sm_{gpu}", ""))
+    assert ".version" in texts[0] and texts[0] == texts[1]
 
 
 @pytest.mark.slow

@@ -136,23 +136,29 @@ def test_every_operator_has_an_api() -> None:
 def test_bazel_compiles_what_cmake_compiles() -> None:
     """Handlers and translation units of kernels are listed twice."""
     text = (ROOT / "CMakeLists.txt").read_text()
-    cmake = re.findall(r"^  ((?:cuda|ffi)/\S+)$", text, re.M)
 
-    def listed(package: str, name: str) -> Any:
-        text = (ROOT / package / "BUILD.bazel").read_text()
-        found = re.search(rf"^{name} = (\{{.*?^\}})", text, re.M | re.S)
+    def in_cmake(name: str) -> list[str]:
+        found = re.search(rf"^set\({name}\n(.*?)^\)", text, re.M | re.S)
+        assert found
+        return found[1].split()
+
+    def in_bazel(file: str, name: str) -> Any:
+        found = re.search(rf"^{name} = ([{{\[].*?^[}}\]])", (ROOT / file).read_text(), re.M | re.S)
         assert found
         return ast.literal_eval(found[1])
 
-    folders = listed("cuda", "FOLDERS")
+    folders = in_bazel("cuda/BUILD.bazel", "FOLDERS")
     hopper = {f"cuda/{x}/{unit}.cu" for x, (units, _, _) in folders.items() for unit in units}
     common = {f"cuda/{x}/{unit}.cu" for x, (_, units, _) in folders.items() for unit in units}
-    for name, units in (("hopper", hopper), ("common", common)):
-        found = re.search(rf"^set\({name}\n(.*?)^\)", text, re.M | re.S)
-        assert found and set(found[1].split()) == units
-    bazel = [*hopper, *common]
-    bazel += [f"ffi/{x}.cc" for x in ("common", *listed("ffi", "HANDLERS"))]
-    assert sorted(cmake) == sorted(bazel)
+    assert set(in_cmake("hopper")) == hopper
+    assert set(in_cmake("common")) == common
+    handlers = in_bazel("ffi/BUILD.bazel", "HANDLERS")
+    assert sorted(re.findall(r"^  (ffi/\S+)$", text, re.M)) == sorted(
+        f"ffi/{x}.cc" for x in ("common", *handlers)
+    )
+    one_ptx = in_cmake("one_ptx")
+    assert one_ptx == in_bazel("bazel/cuda.bzl", "ONE_PTX")
+    assert {x for x in one_ptx if "/portable" not in x} <= common
 
 
 def test_bazel_tests_files_that_exist() -> None:

@@ -35,8 +35,8 @@ KERNELS = {
     "gated_pool/pool.cuh": [
         f"gated_pool::{kernel}"
         for kernel in (
-            "fwd_kernel<jax_dsa::DType::kF16, jax_dsa::gated_pool::Many, true, 5>",
-            "bwd_kernel<jax_dsa::DType::kBF16, jax_dsa::gated_pool::Few4, true>",
+            "fwd_kernel<jax_dsa::DType::kF16, jax_dsa::gated_pool::Many, 5>",
+            "bwd_kernel<jax_dsa::DType::kBF16, jax_dsa::gated_pool::Few4>",
         )
     ],
     "htree/attend.cuh": ["htree::attend_kernel<jax_dsa::htree::AttendShape, 128, 16>"],

@@ -119,7 +119,9 @@ def extension(tools: Path, python: Path, jobs: int) -> Path:
             f"-DJAX_DSA_FFI_INCLUDE={jaxlib}/include",
         ),
         CXX=f"{zig}/zig c++ -target x86_64-linux-gnu.{GLIBC}",
-        CXXFLAGS="-include cstdio",  # which nanobind relies on other headers to include
+        # -O3: zig compiles its C++ library once for each level of optimization, and CMake's own
+        # programs have none. cstdio: nanobind relies on other headers to include it.
+        CXXFLAGS="-O3 -include cstdio",
     )
     for old in directory.glob("_cuda.*.so"):
         old.unlink()

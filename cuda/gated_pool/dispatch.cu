@@ -21,22 +21,18 @@ cudaError_t check(const GatedPoolParams& p) {
   return fits ? cudaSuccess : cudaErrorInvalidValue;
 }
 
-// Calls f<dtype, shape, whether `starts` is given>().
+// Calls f<dtype, shape>().
 template <typename F>
 cudaError_t dispatch(const GatedPoolParams& p, F f) {
   const auto typed = [&]<DType kType>() {
-    const auto shaped = [&]<typename Shape>() {
-      return p.starts ? f.template operator()<kType, Shape, true>()
-                      : f.template operator()<kType, Shape, false>();
-    };
     const auto matches = [&](int ratio, int halves) {
       return p.ratio == ratio && p.halves == halves;
     };
-    return matches(4, 2)               ? shaped.template operator()<Few4>()
-           : matches(4, 1)             ? shaped.template operator()<Few4Single>()
-           : matches(128, 1)           ? shaped.template operator()<Many128>()
-           : is_few(p.ratio, p.halves) ? shaped.template operator()<Few>()
-                                       : shaped.template operator()<Many>();
+    return matches(4, 2)               ? f.template operator()<kType, Few4>()
+           : matches(4, 1)             ? f.template operator()<kType, Few4Single>()
+           : matches(128, 1)           ? f.template operator()<kType, Many128>()
+           : is_few(p.ratio, p.halves) ? f.template operator()<kType, Few>()
+                                       : f.template operator()<kType, Many>();
   };
   switch (p.dtype) {
     case DType::kBF16:
@@ -56,10 +52,10 @@ cudaError_t launch_gated_pool_fwd(const GatedPoolFwdParams& params, cudaStream_t
   DSA_RETURN_IF_CUDA_ERROR(check(p));
   const int64_t slots = p.tokens / p.ratio, keys = p.batch * slots;
   if (keys == 0 || p.dim == 0) return cudaSuccess;
-  return dispatch(p, [&]<DType kType, typename Shape, bool kPacked>() {
+  return dispatch(p, [&]<DType kType, typename Shape>() {
     const int tiles = ceil_div(p.dim, Shape::kTile);
     constexpr int kCtasPerSm = kType == DType::kF32 ? 4 : 5;
-    return launch_blocks(fwd_kernel<kType, Shape, kPacked, kCtasPerSm>,
+    return launch_blocks(fwd_kernel<kType, Shape, kCtasPerSm>,
                          ceil_div(keys, int64_t{Shape::kThreadGroups}) * tiles, kThreads,
                          Shape::kRanks == 1 ? 0 : sizeof(CombineShared<Shape>), stream, params,
                          static_cast<uint32_t>(keys), static_cast<uint32_t>(slots), tiles);
@@ -88,10 +84,10 @@ cudaError_t launch_gated_pool_bwd(const GatedPoolBwdParams& params, cudaStream_t
   if (p.batch == 0 || p.dim == 0) return cudaSuccess;
   // One slot more than there are keys covers the tokens at the end, whose gradients are zero.
   const auto slots = static_cast<int>(ceil_div(p.tokens, int64_t{p.ratio}));
-  return dispatch(p, [&]<DType kType, typename Shape, bool kPacked>() {
+  return dispatch(p, [&]<DType kType, typename Shape>() {
     const int tiles = ceil_div(p.dim, Shape::kTile);
     return launch_blocks(
-        bwd_kernel<kType, Shape, kPacked>, p.batch * params.splits * tiles, kThreads,
+        bwd_kernel<kType, Shape>, p.batch * params.splits * tiles, kThreads,
         Shape::kRanks == 1 ? sizeof(SumsShared<Shape>) : sizeof(CombineShared<Shape>), stream,
         params, slots, tiles);
   });

@@ -107,7 +107,7 @@ struct SumsShared {
   float4 sums[Shape::kPerThread + 1][kThreads];
 };
 
-template <DType kType, typename Shape, bool kPacked>
+template <DType kType, typename Shape>
 struct ThreadGroup {
   using T = Element<kType>;
   static constexpr int kPerThread = Shape::kPerThread;
@@ -143,7 +143,7 @@ struct ThreadGroup {
     // from key to key.
     stride = static_cast<int>(opaque(static_cast<uint32_t>(halves * p.dim)));
     const int tokens = static_cast<int>(p.tokens);
-    if constexpr (kPacked) {
+    if (p.starts) {
       const int32_t* starts = p.starts + entry * p.tokens;
       last = find_last_row(starts, slot, ratio, tokens);
       has_previous = last >= 0 && __ldg(starts + max(last, 0)) <= last - 2 * ratio + 1;
@@ -290,15 +290,15 @@ struct ThreadGroup {
   // Writes zeros to the gradients of those halves of the slot's tokens that contribute to no key.
   __device__ void clear(T* dvalues, T* dgates) const {
     const int tokens = static_cast<int>(p.tokens);
-    if (!active || (!kPacked && (slot + 2) * int64_t{ratio} <= tokens)) return;
+    if (!active || (!p.starts && (slot + 2) * int64_t{ratio} <= tokens)) return;
     const int32_t* starts = p.starts + entry * p.tokens;
 #pragma unroll 1
     for (int row = slot * ratio + rank; row < min((slot + 1) * ratio, tokens);
          row += Shape::kRanks) {
-      const int start = kPacked ? min(max(__ldg(starts + row), 0), row) : 0;
+      const int start = p.starts ? min(max(__ldg(starts + row), 0), row) : 0;
       const int end = start + ((row - start) / ratio + 1) * ratio - 1;
       const auto is_whole = [&](int end) {
-        return end < tokens && (!kPacked || __ldg(starts + end) == start);
+        return end < tokens && (!p.starts || __ldg(starts + end) == start);
       };
       const Packed4<kType> zeros = {};
       if (!is_whole(end)) {
@@ -313,12 +313,12 @@ struct ThreadGroup {
   }
 };
 
-template <DType kType, typename Shape, bool kPacked, int kCtasPerSm>
+template <DType kType, typename Shape, int kCtasPerSm>
 __global__ void __launch_bounds__(kThreads, kCtasPerSm)
     fwd_kernel(const __grid_constant__ GatedPoolFwdParams params, uint32_t keys, uint32_t slots,
                int tiles) {
   auto& shared = dynamic_shared<CombineShared<Shape>>();
-  using Group = ThreadGroup<kType, Shape, kPacked>;
+  using Group = ThreadGroup<kType, Shape>;
   constexpr int kPerThread = Shape::kPerThread;
   Group group(params.in, static_cast<int>(blockIdx.x % tiles));
   const uint32_t key_index = blockIdx.x / tiles * Shape::kThreadGroups + Group::number();
@@ -354,12 +354,12 @@ __global__ void __launch_bounds__(kThreads, kCtasPerSm)
 
 // The keys of a batch entry are divided among `splits` CTAs per channel tile. Each CTA sums the
 // gradient of the bias over many keys.
-template <DType kType, typename Shape, bool kPacked>
+template <DType kType, typename Shape>
 __global__ void __launch_bounds__(kThreads,
                                   Shape::kBwdCtasPerSm - (Shape::kRanks > 1 && !Shape::kIsFull))
     bwd_kernel(const __grid_constant__ GatedPoolBwdParams params, int slots, int tiles) {
   const GatedPoolParams& p = params.in;
-  using Group = ThreadGroup<kType, Shape, kPacked>;
+  using Group = ThreadGroup<kType, Shape>;
   constexpr int kPerThread = Shape::kPerThread;
   Group group(p, static_cast<int>(blockIdx.x % tiles));
   const int64_t cta = blockIdx.x / tiles, entry = cta / params.splits;
