@@ -361,7 +361,7 @@ def test_misuse_names_the_argument(rng: np.random.Generator) -> None:
         (both | {"extra_cache": FlatCache(extra.data[:, :, :1], extra.lengths)}, "G=2"),
         (both | {"extra_cache": FlatCache(extra.data[..., :8], extra.lengths)}, "D=16"),
         (both | {"extra_cache": records}, "'extra_cache' holds rows of 584 .* for queries of D=16"),
-        (both | {"extra_indices": second[:, :1]}, r"'extra_indices' .* or \[B, T, J\] with .*T=2"),
+        (both | {"extra_indices": second[:, :1]}, r"'extra_indices' .* or \[B, T, K2\] with .*T=2"),
         (both | {"extra_topk_length": second[0, 0]}, "'extra_topk_length' has shape"),
     ]
     for arguments, message in cases:

@@ -16,30 +16,30 @@ from jax_dsa.ops.mqa_decode.api import OutLSE, Unnormalized
 
 @overload
 def merge_attention(
-    outs: Float[Array, "P B T N E"] | Sequence[Float[Array, "B T N E"]],
-    lses: Float[Array, "P B T N"] | Sequence[Float[Array, "B T N"]],
+    outs: Float[Array, "sets B T N E"] | Sequence[Float[Array, "B T N E"]],
+    lses: Float[Array, "sets B T N"] | Sequence[Float[Array, "B T N"]],
     *,
     implementation: Implementation | None = None,
 ) -> OutLSE: ...
 @overload
 def merge_attention(
-    outs: Float[Array, "P B T N E"] | Sequence[Float[Array, "B T N E"]],
+    outs: Float[Array, "sets B T N E"] | Sequence[Float[Array, "B T N E"]],
     *,
-    max_logits: Float[Array, "P B T N"] | Sequence[Float[Array, "B T N"]],
-    sums: Float[Array, "P B T N"] | Sequence[Float[Array, "B T N"]],
+    max_logits: Float[Array, "sets B T N"] | Sequence[Float[Array, "B T N"]],
+    sums: Float[Array, "sets B T N"] | Sequence[Float[Array, "B T N"]],
     implementation: Implementation | None = None,
 ) -> Unnormalized: ...
 def merge_attention(
-    outs: Float[Array, "P B T N E"] | Sequence[Float[Array, "B T N E"]],
-    lses: Float[Array, "P B T N"] | Sequence[Float[Array, "B T N"]] | None = None,
+    outs: Float[Array, "sets B T N E"] | Sequence[Float[Array, "B T N E"]],
+    lses: Float[Array, "sets B T N"] | Sequence[Float[Array, "B T N"]] | None = None,
     *,
-    max_logits: Float[Array, "P B T N"] | Sequence[Float[Array, "B T N"]] | None = None,
-    sums: Float[Array, "P B T N"] | Sequence[Float[Array, "B T N"]] | None = None,
+    max_logits: Float[Array, "sets B T N"] | Sequence[Float[Array, "B T N"]] | None = None,
+    sums: Float[Array, "sets B T N"] | Sequence[Float[Array, "B T N"]] | None = None,
     implementation: Implementation | None = None,
 ) -> OutLSE | Unnormalized:
-    """Combines the attention to P disjoint sets of keys into the attention to all of them.
+    """Combines the attention to disjoint sets of keys into the attention to all of them.
 
-        lse = log sum_p exp(lses[p])        out = sum_p exp(lses[p] - lse) outs[p]
+        lse = log sum_i exp(lses[i])        out = sum_i exp(lses[i] - lse) outs[i]
 
     A set with lse = -inf contributes nothing, whatever its output is. If all sets have lse = -inf,
     then out = 0 and lse = -inf.
@@ -71,13 +71,13 @@ def merge_attention(
 
     Examples:
         >>> import jax.numpy as jnp, jax_dsa
-        >>> outs = jnp.array([[[[1.0]]], [[[3.0]]]])  # [P=2, T=1, N=1, E=1]
+        >>> outs = jnp.array([[[[1.0]]], [[[3.0]]]])  # two sets, T = N = E = 1
         >>> out, lse = jax_dsa.merge_attention(outs, jnp.log(jnp.array([[[3.0]], [[1.0]]])))
         >>> out.round(5)
         Array([[[1.5]]], dtype=float32)
     """
     outs = _stacked("outs", outs)
-    axes = ["P", *(f"A{i}" for i in range(1, outs.ndim - 1)), "E"]
+    axes = ["sets", *(f"A{i}" for i in range(1, outs.ndim - 1)), "E"]
     args = Args("merge_attention", "outs", outs, " ".join(axes))
     outs = args.array("outs", outs, " ".join(axes), FLOATS)
     rows = " ".join(axes[:-1])

@@ -252,7 +252,7 @@ def mqa_decode_plan(options: PlanOptions, x: PlanOperands) -> PlanResults:
 
 
 def merge(
-    outs: Float[Array, "P ... E"], lses: Float[Array, "P ..."]
+    outs: Float[Array, "sets ... E"], lses: Float[Array, "sets ..."]
 ) -> tuple[Float[Array, "... E"], Float[Array, "..."]]:
     """Combines the attention results of disjoint sets of keys; see `merge_attention`."""
     # A normalized result has a sum of 1 relative to its log-sum-exp.
@@ -262,7 +262,9 @@ def merge(
 
 
 def merge_sums(
-    outs: Float[Array, "P ... E"], max_logits: Float[Array, "P ..."], sums: Float[Array, "P ..."]
+    outs: Float[Array, "sets ... E"],
+    max_logits: Float[Array, "sets ..."],
+    sums: Float[Array, "sets ..."],
 ) -> tuple[Float[Array, "... E"], Float[Array, "..."], Float[Array, "..."]]:
     """Combines results that are not normalized; see `merge_attention`."""
     acc = compat.accum_dtype(outs.dtype)

@@ -94,7 +94,7 @@ class _SparseMLAKeywords(_Keywords, total=False):
 
 
 Indices = Int[Array, "B T G K"] | Int[Array, "B T K"]
-ExtraIndices = Int[Array, "B T G J"] | Int[Array, "B T J"]
+ExtraIndices = Int[Array, "B T G K2"] | Int[Array, "B T K2"]
 OutLSE = tuple[Float[Array, "B T N E"], Float[Array, "B T N"]]
 
 
@@ -270,7 +270,7 @@ def sparse_mla_decode(
             int32. Without the axis G all KV heads share the indices.
         extra_cache: A second cache of the same B, G and D, flat or paged, of keys or records,
             whatever `cache` is. It has its own pages, page table and lengths.
-        extra_indices: Positions within each request of `extra_cache`, [B, T, G, J] or [B, T, J].
+        extra_indices: Positions within each request of `extra_cache`, [B, T, G, K2] or [B, T, K2].
         value_dim: E, the number of a key's first elements that are its value; 1 <= E <= D.
             Default: min(512, D).
         scale: Factor of the scores. Default: D^-1/2.

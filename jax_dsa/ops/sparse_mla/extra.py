@@ -40,11 +40,11 @@ class Extra(NamedTuple):
             want = "1 without 'extra_cache'; the first cache has one token per key"
             args.option("extra_key_stride", stride, stride == 1, want)
             return None, {}
-        want = "the positions in 'extra_cache' that each query selects, int32 [B, T, J]"
+        want = "the positions in 'extra_cache' that each query selects, int32 [B, T, K2]"
         args.option("extra_indices", self.indices, self.indices is not None, want)
         keys = read_cache(args, "extra_cache", self.cache, "G D", (dtype, jnp.uint8), mark="2")
         check_record(args, "extra_cache", keys)
-        indices, topk_length = selection(args, self.indices, self.topk_length, "extra_", "J")
+        indices, topk_length = selection(args, self.indices, self.topk_length, "extra_", "K2")
         sizes = (args.batch, args.sizes["T"]), args.sizes["S2"], stride
         given = (keys.lengths, lengths if is_causal else None)
         return keys.page_size, {
