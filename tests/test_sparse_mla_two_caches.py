@@ -20,7 +20,7 @@ from jax_dsa.ops.sparse_mla import cuda, xla
 from jax_dsa.ops.sparse_mla.spec import Operands, Options, Results
 from jax_dsa.serving import pack_page_records, unpack_page_records
 
-B, T, N, G, K, J = 3, 2, 4, 2, 7, 9
+B, T, N, G, K, K2 = 3, 2, 4, 2, 7, 9
 INT_MIN, INT_MAX = -(2**31), 2**31 - 1
 SINKS = jnp.asarray([0.1, 1.0, -jnp.inf, 2.0], jnp.float32)
 LENGTHS, EXTRA_LENGTHS = [20, 9, 1], [6, 0, 99]
@@ -119,7 +119,7 @@ def test_both_caches_share_one_softmax(
     q = jnp.asarray(rng.normal(size=(B, T, N, dim)), jnp.float32)
     arrays = {
         "extra_cache": extra,
-        "extra_indices": picks(rng, J),
+        "extra_indices": picks(rng, K2),
         "topk_length": jnp.asarray([[7, 3], [5, 7], [7, 0]], jnp.int32),
         "extra_topk_length": jnp.asarray([[9, 2], [5, -1], [20, 0]], jnp.int32),
         "sinks": SINKS,
@@ -142,7 +142,7 @@ def test_gradients_equal_those_over_the_concatenated_keys(rng: np.random.Generat
     dim = 16
     q = jnp.asarray(rng.normal(size=(B, T, N, dim)), jnp.float32)
     kv, other = (jnp.asarray(rng.normal(size=(B, 20, G, dim)), jnp.float32) for _ in range(2))
-    indices, extra_indices = picks(rng, K), picks(rng, J)
+    indices, extra_indices = picks(rng, K), picks(rng, K2)
     lengths = jnp.full(B, 20)
     weight = jnp.asarray(rng.normal(size=(B, T, N, dim)), jnp.float32)
 
@@ -208,7 +208,7 @@ def test_the_kernel_reads_caches_or_copies_of_the_selected_rows(
     )
     if other is not None:
         caches.append(cache_of(rng, other, 10, dim, EXTRA_LENGTHS))
-        more = {**rows_of(caches[1]), "indices": picks(rng, J)}
+        more = {**rows_of(caches[1]), "indices": picks(rng, K2)}
         x = x._replace(**{f"extra_{name}": value for name, value in more.items()})
     pages = [None if isinstance(c, FlatCache) else c.pages.shape[1] for c in caches]
     options = Options(0.3, dim, page_size=pages[0], extra_page_size=pages[-1])
@@ -300,7 +300,7 @@ def test_one_list_alone_and_none(rng: np.random.Generator) -> None:
     """Either list may be empty, or have no slot at all. Without a valid slot the output is 0."""
     cache, extra = (cache_of(rng, "flat", 0, 16, [20] * B) for _ in range(2))
     q = jnp.asarray(rng.normal(size=(B, T, N, 16)), jnp.float32)
-    first, second = picks(rng, K), picks(rng, J)
+    first, second = picks(rng, K), picks(rng, K2)
     for no in (first[..., :0], jnp.full_like(first, -1)):
         got = sparse_mla_decode(q, cache, no, extra_cache=extra, extra_indices=second)
         assert_matches(got, sparse_mla_decode(q, extra, second), tol=1e-6)
@@ -335,7 +335,7 @@ def test_nan_reaches_only_the_queries_that_select_it(rng: np.random.Generator) -
 def test_requests_without_a_batch_axis(rng: np.random.Generator) -> None:
     cache = cache_of(rng, "paged", 4, 16, LENGTHS)
     extra = cache_of(rng, "flat", 0, 16, EXTRA_LENGTHS)
-    q, first, second = jnp.ones((B, T, N, 16)), picks(rng, K), picks(rng, J)
+    q, first, second = jnp.ones((B, T, N, 16)), picks(rng, K), picks(rng, K2)
     all_of_them = sparse_mla_decode(q, cache, first, extra_cache=extra, extra_indices=second)
     one = PagedCache(cache.pages, cache.page_table[1], cache.lengths[1])
     other = FlatCache(extra.data[1], extra.lengths[1])
@@ -347,7 +347,7 @@ def test_requests_without_a_batch_axis(rng: np.random.Generator) -> None:
 
 def test_misuse_names_the_argument(rng: np.random.Generator) -> None:
     cache, extra = (cache_of(rng, "flat", 0, 16, [20] * B) for _ in range(2))
-    q, first, second = jnp.ones((B, T, N, 16)), picks(rng, K), picks(rng, J)
+    q, first, second = jnp.ones((B, T, N, 16)), picks(rng, K), picks(rng, K2)
     records = PagedCache.empty(3, 4, B, 2, 512, groups=G, fp8=True)
     wide = FlatCache.empty(B, 20, 576, groups=G, dtype=jnp.float32)
     both = {"extra_cache": extra, "extra_indices": second}
