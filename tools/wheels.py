@@ -119,9 +119,10 @@ def extension(tools: Path, python: Path, jobs: int) -> Path:
             f"-DJAX_DSA_FFI_INCLUDE={jaxlib}/include",
         ),
         CXX=f"{zig}/zig c++ -target x86_64-linux-gnu.{GLIBC}",
-        # -O3: zig compiles its C++ library once for each level of optimization, and CMake's own
-        # programs have none. cstdio: nanobind relies on other headers to include it.
-        CXXFLAGS="-O3 -include cstdio",
+        # zig compiles its C++ library for each level of optimization, and once more for stripped
+        # programs. With the extension's flags for CMake's own programs it does so only once.
+        # cstdio: nanobind relies on other headers to include it.
+        CXXFLAGS="-O3 -Wl,-s -include cstdio",
     )
     for old in directory.glob("_cuda.*.so"):
         old.unlink()
