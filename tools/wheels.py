@@ -119,9 +119,8 @@ def extension(tools: Path, python: Path, jobs: int) -> Path:
             f"-DJAX_DSA_FFI_INCLUDE={jaxlib}/include",
         ),
         CXX=f"{zig}/zig c++ -target x86_64-linux-gnu.{GLIBC}",
-        # zig compiles its C++ library for each level of optimization, and once more for stripped
-        # programs. With the extension's flags for CMake's own programs it does so only once.
-        # cstdio: nanobind relies on other headers to include it.
+        # CMake's own test programs get the flags of the extension (-O3, stripped), so that zig
+        # compiles its C++ library only once. nanobind relies on other headers to include cstdio.
         CXXFLAGS="-O3 -Wl,-s -include cstdio",
     )
     for old in directory.glob("_cuda.*.so"):

@@ -291,14 +291,14 @@ struct ThreadGroup {
   __device__ void clear(T* dvalues, T* dgates) const {
     const int tokens = static_cast<int>(p.tokens);
     if (!active || (!p.starts && (slot + 2) * int64_t{ratio} <= tokens)) return;
-    const int32_t* starts = p.starts + entry * p.tokens;
+    const int32_t* const starts = p.starts ? p.starts + entry * p.tokens : nullptr;
 #pragma unroll 1
     for (int row = slot * ratio + rank; row < min((slot + 1) * ratio, tokens);
          row += Shape::kRanks) {
-      const int start = p.starts ? min(max(__ldg(starts + row), 0), row) : 0;
+      const int start = starts ? min(max(__ldg(starts + row), 0), row) : 0;
       const int end = start + ((row - start) / ratio + 1) * ratio - 1;
       const auto is_whole = [&](int end) {
-        return end < tokens && (!p.starts || __ldg(starts + end) == start);
+        return end < tokens && (!starts || __ldg(starts + end) == start);
       };
       const Packed4<kType> zeros = {};
       if (!is_whole(end)) {

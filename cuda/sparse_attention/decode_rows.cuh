@@ -70,7 +70,8 @@ struct RowFactors {
 template <int kStages>
 struct DecodeNotes {
   static constexpr bool kRecords = false;
-  // list_length reads these with loads of 16 bytes, which shall not reach `tiles`.
+  // list_length reads these with loads of 16 bytes. They must not reach `tiles`, which another
+  // thread may write meanwhile.
   alignas(16) int list_ends[kDecodeThreads / 32];
   int tiles;  // key tiles of this CTA
   RowFactors factors[kStages > 0 ? kStages : 1];

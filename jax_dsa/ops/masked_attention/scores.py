@@ -36,7 +36,7 @@ def scores(options: Options, q: Array, k: Array, bias: Array | None) -> Array:
         x = options.softcap * jnp.tanh(x / options.softcap)
     # A compiler may compute scale * dot - max_logit in one instruction, which does not round the
     # product. Where logits are huge, this is no difference of two logits. A selection prevents it.
-    # The absolute value of infinity and of NaN is the same number, but the compiler does not know.
+    # Only +inf and NaN take the second branch. abs changes neither, but the compiler does not know.
     return jnp.where(x < jnp.inf, x, jnp.abs(x))
 
 

@@ -178,7 +178,7 @@ def draw_sparse_mla_decode(c: Draw, r: Draw) -> Call:
     caches = [cache]
     if c.chance(0.4):
         caches.append(draw_cache(c, r, (G, D), B, np.uint8 if records else dtype))
-        slots = draw_slots(c, r, B, T, G, caches[1].capacity, c.dims({"J": (3, 70)}, J=5)[0])
+        slots = draw_slots(c, r, B, T, G, caches[1].capacity, c.dims({"K2": (3, 70)}, K2=5)[0])
         kwargs |= {f"extra_{name}": x for name, x in slots.items()}
         kwargs |= {
             "extra_cache": caches[1],

@@ -59,7 +59,7 @@ def mqa_decode(
 
 
 def merge_attention(outs: np.ndarray, lses: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Combines the results [P, ..., E] and [P, ...] of disjoint sets of keys."""
+    """Combines the results [sets, ..., E] and [sets, ...] of disjoint sets of keys."""
     out, lse = np.zeros(outs.shape[1:]), np.full(lses.shape[1:], -np.inf)
     for i in np.ndindex(*lse.shape):
         sets = [p for p in range(len(outs)) if lses[(p, *i)] > -np.inf]
