@@ -366,3 +366,47 @@ def test_empty_results_without_a_batch_axis(cpus: list[jax.Device]) -> None:
     )
     x = jax.device_put(np.zeros((4, 6), np.float32), NamedSharding(mesh, PartitionSpec("x")))
     assert jax_dsa.block_topk(x, 0, block_size=2).shape == (4, 0)
+
+
+@pytest.mark.parametrize("kind", MESHES)
+def test_gradients_of_a_tree_of_one_layer(
+    kind: str, rng: np.random.Generator, cpus: list[jax.Device]
+) -> None:
+    """It selects nothing: XLA of JAX 0.11 crashes on an empty operand of a `shard_map`."""
+    axis_type, context = MESHES[kind]
+    mesh = jax.make_mesh((2,), ("x",), axis_types=(axis_type,), devices=cpus[:2])
+    q = rng.normal(size=(1, 8, 4, 8)).astype(np.float32)
+    k, v = rng.normal(size=(2, 1, 8, 2, 8)).astype(np.float32)
+
+    @jax.jit
+    def gradients(q: jax.Array, k: jax.Array, v: jax.Array) -> Any:
+        def run(q: jax.Array, k: jax.Array, v: jax.Array) -> jax.Array:
+            return (jax_dsa.htree_attention(q, k, v, compression=8, top_k=2) ** 2).sum()
+
+        return jax.grad(run, (0, 1, 2))(q, k, v)
+
+    sharding = NamedSharding(mesh, PartitionSpec(None, "x"))
+    with context(mesh):
+        got = gradients(*(jax.device_put(x, sharding) for x in (q, k, v)))
+    assert_matches(got, gradients(q, k, v))
+
+
+@pytest.mark.parametrize(("tokens", "keys"), [(0, 0), (0, 4), (4, 0)])
+def test_gradients_without_queries_or_keys(
+    tokens: int, keys: int, rng: np.random.Generator, cpus: list[jax.Device]
+) -> None:
+    """XLA rejects the reduce-scatter of the gradient of no keys."""
+    explicit = jax.sharding.AxisType.Explicit
+    mesh = jax.make_mesh((2,), ("x",), axis_types=(explicit,), devices=cpus[:2])
+    sharding = NamedSharding(mesh, PartitionSpec(None, "x"))
+    q = jax.device_put(rng.normal(size=(2, tokens, 4, 8)).astype(np.float32), sharding)
+    k = jax.device_put(rng.normal(size=(2, keys, 2, 8)).astype(np.float32), sharding)
+    run = jax.jit(jax.grad(lambda q, k: jax_dsa.masked_attention(q, k, k).sum(), (0, 1)))
+    dq, dk = run(q, k)
+    assert (dq.shape, dk.shape) == (q.shape, k.shape)
+    assert (jax.typeof(dq).sharding.spec, jax.typeof(dk).sharding.spec) == (
+        jax.typeof(q).sharding.spec,
+        jax.typeof(k).sharding.spec,
+    )
+    if dq.size:
+        np.testing.assert_array_equal(dq, 0)

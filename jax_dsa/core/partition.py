@@ -16,6 +16,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import jax
+import jax.numpy as jnp
 from jax.experimental.custom_partitioning import custom_partitioning
 from jax.sharding import NamedSharding, PartitionSpec
 
@@ -128,6 +129,7 @@ class Plan:
             for axis, entry in enumerate(expected[i]):
                 names = names_of(entry)
                 fits = names and set(names) <= set(left) and entries[axis] is None
+                fits = fits and 0 not in shape  # XLA rejects the reduce-scatter of nothing.
                 if fits and shape[axis] % math.prod(mesh[n] for n in names) == 0:
                     blocks[axis] = entries[axis] = names
                     left = [n for n in left if n not in names]
@@ -368,12 +370,26 @@ def _over_explicit(fun: Local, declared: Declared, mesh: Any, args: Any) -> list
     args = tuple(jax.reshard(x, s) for x, s in zip(args, in_specs, strict=True))
     names = set(itertools.chain(*(names_of(e) for spec in in_specs for e in spec)))
     if names:
+        # XLA of JAX 0.11 crashes on an operand without elements, so each device makes its own.
+        empty = {
+            i: NamedSharding(mesh, spec).shard_shape(x.shape)
+            for i, (x, spec) in enumerate(zip(args, in_specs, strict=True))
+            if 0 in x.shape
+        }
+
+        def local(*given: jax.Array) -> list[jax.Array]:
+            blocks = list(given)
+            for i, shape in empty.items():
+                blocks.insert(i, jnp.zeros(shape, args[i].dtype))
+            return layout.run(fun, compat.match_vary(blocks, *blocks))
+
         run = jax.shard_map(
-            lambda *blocks: layout.run(fun, compat.match_vary(blocks, *blocks)),
-            in_specs=in_specs,
+            local,
+            in_specs=tuple(spec for i, spec in enumerate(in_specs) if i not in empty),
             out_specs=[p.spec for p in layout.results],
             axis_names=set(sizes),  # By default the other axes would be Manual as well.
         )
+        results = run(*(x for i, x in enumerate(args) if i not in empty))
     else:  # For example, an outer vmap maps the only sharded axis.
-        run = fun
-    return [jax.reshard(y, spec) for y, spec in zip(run(*args), layout.expected, strict=True)]
+        results = fun(*args)
+    return [jax.reshard(y, spec) for y, spec in zip(results, layout.expected, strict=True)]
