@@ -156,6 +156,8 @@ PORTABLE_STACKS = {
     "block_mask12tiles_kernel": 8,
     "dequantize_kernel": 8,
     "quantize_tiles_cu": 16,
+    # float32, and numbers of contributions that are not compiled in.
+    "gated_pool10bwd_kernelILNS_5DTypeE2ENS0_5ShapeILi32ELi1ELi0ELi0": 8,
     "htree12build_kernel": 8,
     "htree13decode_kernel": 112,
     "htree13scores_kernel": 48,
